@@ -1,0 +1,277 @@
+"""Plugs packed attention into a transformers model: a registered attention function and one hook on its decoder.
+
+The function is registered through `AttentionInterface`, with sdpa's mask function beside it: a call without a layout
+(a padded batch, `generate`) gets its mask and runs as sdpa does. A call with a layout gets a placeholder instead of a
+mask, so that no mask over all tokens is built and no boundary is looked for on the device.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from ..config import PatchConfig
+from ..layout import PackedLayout
+from ..report import PatchEntry
+from .op import MAX_HEAD_DIM, device_supports_flash, flash_attn_varlen
+from .reference import causal_mask, eager_attention
+from .segments import eager_attend, sdpa_attend, segment_attention
+
+
+# transformers reads meaning into "flash", "sdpa", "flex" and "/" inside a name
+NAMES = {
+    "auto": "unsloth_trl",
+    "flash_attention_2": "unsloth_trl_fa2",
+    "sdpa": "unsloth_trl_segments",
+    "eager": "unsloth_trl_eager",
+}
+
+
+def flash_refusal(
+    query: torch.Tensor, value: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None, dropout: float
+) -> str | None:
+    """Why FlashAttention-2 cannot take this call, or `None` if it can. Head size is the last dimension."""
+    if softcap is not None:
+        return f"soft-capping ({softcap})"
+    if sinks is not None:
+        return "attention sinks"
+    if dropout:
+        return f"attention dropout ({dropout})"
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
+        return f"head size {max(query.shape[-1], value.shape[-1])} over {MAX_HEAD_DIM}"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {query.dtype}"
+    if not device_supports_flash(query.device):
+        return f"device {query.device} (needs CUDA sm_80 or newer)"
+    return None
+
+
+def sdpa_refusal(softcap: float | None, sinks: torch.Tensor | None) -> str | None:
+    """Why `scaled_dot_product_attention` cannot take this call, or `None` if it can."""
+    if softcap is not None:
+        return f"soft-capping ({softcap})"
+    return "attention sinks" if sinks is not None else None
+
+
+def _choose(backend: str, query, value, softcap, sinks, dropout) -> str:
+    refusals = {
+        "flash_attention_2": functools.partial(flash_refusal, query, value, softcap, sinks, dropout),
+        "sdpa": functools.partial(sdpa_refusal, softcap, sinks),
+    }
+    if backend == "auto":
+        return next((name for name, refusal in refusals.items() if refusal() is None), "eager")
+    refused = refusals[backend]() if backend in refusals else None
+    if refused:
+        raise ValueError(f"attention_backend={backend!r} cannot do {refused}; set attention_backend='auto'")
+    return backend
+
+
+def _common_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast some models leave rotary queries or keys in fp32; the kernels want one dtype."""
+    device_type = tensors[0].device.type
+    if tensors[0].dtype == torch.float32 and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    else:
+        dtype = tensors[0].dtype
+    return tuple(t.to(dtype) for t in tensors)
+
+
+def _packed_attention(
+    backend: str, query, key, value, layout: PackedLayout, *, scale, window, softcap, sinks, dropout, position_ids
+) -> torch.Tensor:
+    """Shapes as transformers passes them, `(batch, heads, seq_len, dim)`; returns `(batch, seq_len, heads, v_dim)`."""
+    if not layout.cached:
+        layout = PackedLayout.from_position_ids(layout.position_ids if position_ids is None else position_ids)
+    if layout.parents is not None:
+        raise ValueError("packed_layout has segments with parents: this attention serves plain packed rows only")
+    query, key, value = _common_dtype(query, key, value)
+    batch, _, seq_len, _ = query.shape
+    if key.shape[2] != seq_len:
+        raise ValueError(
+            f"packed_layout was given with {key.shape[2] - seq_len} cached keys; pass use_cache=False and no "
+            "past_key_values for a packed batch"
+        )
+    layout.check(batch * seq_len)
+    layout = layout.to(query.device)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    match _choose(backend, query, value, softcap, sinks, dropout):
+        case "flash_attention_2":
+            out = flash_attn_varlen(q, k, v, layout, scale=scale, window=window)
+        case "sdpa":
+            attend = functools.partial(sdpa_attend, scale=scale, window=window, dropout=dropout)
+            out = segment_attention(q, k, v, layout, attend)
+        case _:
+            attend = functools.partial(
+                eager_attend, scale=scale, window=window, softcap=softcap, sinks=sinks, dropout=dropout
+            )
+            out = segment_attention(q, k, v, layout, attend)
+    return out.unflatten(0, (batch, seq_len))
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    packed_layout: PackedLayout | None = None,
+    is_causal: bool | None = None,
+    *,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    The attention function that transformers calls in each layer.
+
+    With `packed_layout`, attention stays within the segments. Without it the call runs as sdpa does, or as eager
+    where sdpa cannot do soft-capping or sinks.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed_layout is not None:
+        out = _packed_attention(
+            backend,
+            query,
+            key,
+            value,
+            packed_layout,
+            scale=scale,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout=dropout,
+            position_ids=kwargs.get("position_ids"),
+        )
+        return out, None
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if attention_mask is None and 1 < num_queries != num_keys:
+        # sdpa's own causal flag would align the first query with the first key (Gemma 4 slices queries)
+        attention_mask = causal_mask(num_queries, num_keys, None, query.device)
+    if sdpa_refusal(softcap, s_aux) is None:
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            **kwargs,
+        )
+    if attention_mask is None and num_queries > 1:
+        attention_mask = causal_mask(num_queries, num_keys, sliding_window, query.device)
+    out = eager_attention(
+        query, key, value, scale=scale, mask=attention_mask, softcap=softcap, sinks=s_aux, dropout=dropout
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Register the attention functions and their mask function with transformers. Idempotent."""
+    for backend, name in NAMES.items():
+        if name not in AttentionInterface._global_mapping:
+            AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
+            AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def prepare_packed_call(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """
+    Arguments of a decoder's forward as a packed batch needs them: a placeholder for the mask, the layout's positions
+    unless others are given, no cache. Without `packed_layout` they stay as they are.
+    """
+    layout = kwargs.get("packed_layout")
+    if layout is None:
+        return args, kwargs
+    kwargs = dict(kwargs)
+    placeholder = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=layout.device)
+    if len(args) > 1:
+        args = (args[0], placeholder, *args[2:])
+    else:
+        # a 4-D mask is passed on as it is, so nothing is built or looked for
+        kwargs["attention_mask"] = placeholder
+    if kwargs.get("position_ids") is None and len(args) < 3:
+        kwargs["position_ids"] = layout.position_ids
+    kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _decoder_pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return prepare_packed_call(args, kwargs)
+
+
+class PackedLayoutHook(ModelHook):
+    """
+    The decoder's part of this patch as an accelerate hook: `add_hook_to_module(decoder, PackedLayoutHook(),
+    append=True)`, beside `AlignDevicesHook` or any other, for models outside `apply_patches`. The model's attention
+    implementation must be one of `NAMES` (call `register()`, then `model.set_attn_implementation(NAMES["auto"])`).
+    """
+
+    def pre_forward(self, module: nn.Module, *args, **kwargs):
+        return prepare_packed_call(args, kwargs)
+
+
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """The module whose forward builds the attention masks: the text decoder, also inside an image-text wrapper."""
+    return model.get_decoder()
+
+
+def _implementations(model: PreTrainedModel) -> dict[str, str]:
+    """The text model's attention implementation, under the key that `set_attn_implementation` takes for it."""
+    config, text = model.config, model.config.get_text_config()
+    if text is config:
+        return {"": config._attn_implementation}
+    key = next(k for k in config.sub_configs if getattr(config, k, None) is text)
+    return {key: text._attn_implementation}
+
+
+def _expected_backend(model: PreTrainedModel, config: PatchConfig) -> str:
+    """What the packed calls of this model will run on, in words."""
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    text = model.config.get_text_config()
+    device, dtype = next(((p.device, p.dtype) for p in text_decoder(model).parameters()), (None, None))
+    reasons = []
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        reasons.append("soft-capping")
+    if any(hasattr(m, "sinks") for m in text_decoder(model).modules()):
+        reasons.append("attention sinks")
+    if reasons:
+        return f"eager over segments ({', '.join(reasons)})"
+    if device is None or not device_supports_flash(device):
+        return f"sdpa over segments (device {device})"
+    if dtype == torch.float32:
+        return "flash_attention_2 under autocast, else sdpa over segments (fp32 weights)"
+    return "flash_attention_2"
+
+
+def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
+    """Give the text model of `model` packed attention; the entry's `undo` puts its own implementation back."""
+    register()
+    before = _implementations(model)
+    model.set_attn_implementation(dict.fromkeys(before, NAMES[config.attention_backend]))
+    decoder = text_decoder(model)
+    handle = decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True)
+
+    def undo(model: PreTrainedModel) -> None:
+        handle.remove()
+        model.set_attn_implementation(before)
+
+    path = next((name for name, module in model.named_modules() if module is decoder), "")
+    return PatchEntry(
+        name="attention",
+        modules=(path or type(model).__name__,),
+        detail=f"packed rows: {_expected_backend(model, config)}; other calls: sdpa or eager "
+        f"(was {', '.join(map(repr, before.values()))})",
+        undo=undo,
+    )

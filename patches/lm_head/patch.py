@@ -1,0 +1,111 @@
+"""Gives a causal model's forward one more keyword, `label_positions`, beside TRL's fused head."""
+
+import functools
+import inspect
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl.trainer.utils import FusedCausalLMOutput
+
+from ..config import PatchConfig
+from ..report import PatchEntry
+from .op import labelled_scores
+
+
+class LabelledForward:
+    """
+    The `forward` of a patched model. An object and not a closure, so that a copy or an unpickled model gets one that
+    refers to itself.
+
+    Called with `fused_lm_head=True` and `label_positions`, it returns a `FusedCausalLMOutput` whose `log_probs`,
+    `entropy` and `is_top1` have shape `(num_labels,)`; any other call goes on to the forward that was there before.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.inner = model.__dict__.get("forward")  # TRL's fused head, if it is there
+        self.active = True
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # `generate` and the trainer check keyword arguments against the model's own signature
+        return inspect.signature(type(self.model).forward)
+
+    def __call__(self, *args, label_positions=None, fused_lm_head=False, labels=None, **kwargs):
+        if label_positions is None or not (self.active and fused_lm_head):
+            inner = functools.partial(type(self.model).forward, self.model) if self.inner is None else self.inner
+            if labels is not None:
+                kwargs["labels"] = labels
+            if fused_lm_head:
+                kwargs["fused_lm_head"] = True
+            return inner(*args, **kwargs)
+        return self._score(args, kwargs, labels, label_positions)
+
+    def _score(self, args: tuple, kwargs: dict, labels, label_positions) -> FusedCausalLMOutput:
+        model = self.model
+        text_config = model.config.get_text_config()
+        kwargs["use_cache"] = False
+        router_logits = kwargs.get("output_router_logits", getattr(text_config, "output_router_logits", False))
+        if router_logits:
+            kwargs["output_router_logits"] = True
+        outputs = model.base_model(*args, **kwargs)
+        scores = labelled_scores(
+            outputs.last_hidden_state, model.get_output_embeddings(), labels, label_positions, text_config
+        )
+        aux_loss = None
+        if router_logits:
+            aux_loss = load_balancing_loss_func(
+                outputs.router_logits, text_config.num_experts, text_config.num_experts_per_tok, _real_tokens(kwargs)
+            )
+        return FusedCausalLMOutput(
+            log_probs=scores.log_probs, entropy=scores.entropy, is_top1=scores.is_top1, aux_loss=aux_loss
+        )
+
+
+def _real_tokens(kwargs: dict):
+    """What the load-balancing loss counts, `(batch, seq_len)`: everything, or everything but padding."""
+    layout = kwargs.get("packed_layout")
+    if layout is None or not layout.num_padding:
+        return kwargs.get("attention_mask")
+    mask = layout.position_ids.new_ones(layout.position_ids.shape)
+    mask[:, layout.num_tokens - layout.num_padding :] = 0
+    return mask
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Why this model's head cannot be called on chosen positions, or `None` if it can."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return f"{type(model).__name__} has no output embeddings"
+    if not isinstance(head, nn.Linear):
+        return f"the head is a {type(head).__name__}, not a plain linear layer"
+    return None
+
+
+def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
+    """Install the forward on the root model, over TRL's fused head if that is there."""
+    if not config.packed_metadata:
+        return PatchEntry("lm_head", (), "packed_metadata=False: the head looks for labelled positions itself")
+    reason = refusal(model)
+    if reason:
+        return PatchEntry("lm_head", (), reason)
+    forward = LabelledForward(model)
+    model.forward = forward
+    inner = forward.inner
+
+    def undo(model: PreTrainedModel) -> None:
+        if model.__dict__.get("forward") is not forward:
+            # somebody wrapped it since: stay as a plain pass-through inside that wrapper
+            forward.active = False
+        elif inner is None:
+            del model.forward
+        else:
+            model.forward = inner
+
+    return PatchEntry(
+        "lm_head",
+        (type(model).__name__,),
+        "log-probabilities at the labelled positions, which come with the batch",
+        undo=undo,
+    )

@@ -1,0 +1,70 @@
+"""`apply_patches`: the one place that knows which patches there are and in which order they go on."""
+
+import weakref
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .config import PatchConfig
+from .report import PatchEntry, PatchReport
+
+
+__all__ = ["PatchEntry", "PatchReport", "apply_patches", "base_model", "current_report"]
+
+_REPORTS: "weakref.WeakKeyDictionary[nn.Module, PatchReport]" = weakref.WeakKeyDictionary()
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """
+    The transformers model inside a PEFT wrapper, or `model` itself.
+
+    Raises:
+        TypeError: If there is no transformers model, for instance when the model is already wrapped by DDP.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(
+            f"expected a transformers PreTrainedModel or a PeftModel around one, got {type(model).__name__}; "
+            "apply the patches before accelerator.prepare() wraps the model"
+        )
+    return base
+
+
+def current_report(model: nn.Module) -> PatchReport | None:
+    """The report of the patches that are on this model object now."""
+    report = _REPORTS.get(base_model(model))
+    return None if report is None or report.removed else report
+
+
+def apply_patches(
+    model: nn.Module, config: PatchConfig | None = None, *, skip: dict[str, str] | None = None
+) -> PatchReport:
+    """
+    Put the patches into a model, in place. Works without our trainers, in a bare accelerate loop, before `prepare()`.
+
+    A model that has patches from an earlier call loses those first.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The model; its class stays what it is.
+        config (`PatchConfig`, *optional*): The switches.
+        skip (`dict[str, str]`, *optional*): Patches to leave out, and why: name to reason.
+
+    Returns:
+        `PatchReport`: What was applied, and `remove()`.
+    """
+    # the patches import transformers models' interfaces: at call time, so that this module stays light
+    from .attention import patch as attention
+    from .lm_head import patch as lm_head
+
+    config = PatchConfig() if config is None else config
+    skip = {} if skip is None else skip
+    base = base_model(model)
+    earlier = current_report(base)
+    if earlier is not None:
+        earlier.remove()
+    entries = []
+    for name, apply in (("attention", attention.apply), ("lm_head", lm_head.apply)):
+        entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
+    report = PatchReport(base, entries)
+    _REPORTS[base] = report
+    return report

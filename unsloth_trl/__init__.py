@@ -1,0 +1,39 @@
+"""Drop-in replacements for TRL's trainers: the same losses and adapters in less time and memory.
+
+Importing this package imports neither torch nor any library that it extends; each public name is imported on first use.
+"""
+
+import importlib
+
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "PackedLayout": "unsloth_trl.patches.layout",
+    "PatchConfig": "unsloth_trl.patches.config",
+    "PatchReport": "unsloth_trl.patches.report",
+    "SFTConfig": "unsloth_trl.config",
+    "SFTTrainer": "unsloth_trl.trainers.sft",
+    "UnsupportedArchitectureWarning": "unsloth_trl.models.support",
+    "apply_patches": "unsloth_trl.patches.registry",
+}
+
+__all__ = [
+    "PackedLayout",
+    "PatchConfig",
+    "PatchReport",
+    "SFTConfig",
+    "SFTTrainer",
+    "UnsupportedArchitectureWarning",
+    "apply_patches",
+]
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'unsloth_trl' has no attribute '{name}'; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

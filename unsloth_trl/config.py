@@ -1,0 +1,65 @@
+"""Configuration of the trainers: TRL's, plus the switches of this package."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import trl
+
+from .patches.config import AttentionBackend
+
+
+@dataclass
+class PatchArguments:
+    """
+    Fields that every trainer config of this package has beside TRL's.
+
+    Args:
+        patches (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` applies what is verified for the model; `"none"` is plain TRL.
+        attention_backend (`str`, *optional*, defaults to `"auto"`):
+            See `PatchConfig`.
+        packed_metadata (`bool`, *optional*, defaults to `True`):
+            See `PatchConfig`.
+        strict (`bool`, *optional*, defaults to `False`):
+            Raise instead of warning when the model's architecture is not verified.
+        allow_unverified (`bool`, *optional*, defaults to `False`):
+            Pack on an architecture that is not verified, at your own risk.
+    """
+
+    patches: Literal["auto", "none"] = field(
+        default="auto", metadata={"help": "'auto' applies what is verified for the model; 'none' is plain TRL."}
+    )
+    attention_backend: AttentionBackend = field(
+        default="auto", metadata={"help": "Kernel for packed rows; 'auto' chooses by device and architecture."}
+    )
+    packed_metadata: bool = field(
+        default=True, metadata={"help": "Compute boundaries and labelled positions once per batch on the CPU."}
+    )
+    strict: bool = field(
+        default=False, metadata={"help": "Raise instead of warning when the architecture is not verified."}
+    )
+    allow_unverified: bool = field(
+        default=False, metadata={"help": "Pack on an architecture that is not verified, at your own risk."}
+    )
+
+    def _check_patch_arguments(self) -> None:
+        if self.patches not in ("auto", "none"):
+            raise ValueError(f"patches={self.patches!r} is unknown; choose 'auto' or 'none'")
+        if self.strict and self.allow_unverified:
+            raise ValueError(
+                "strict=True and allow_unverified=True contradict each other for an unverified architecture; set one"
+            )
+
+
+@dataclass
+class SFTConfig(PatchArguments, trl.SFTConfig):
+    """
+    `trl.SFTConfig` with the fields of `PatchArguments`. The default `accelerator_config` copies batches to the device
+    without waiting (`non_blocking=True`); pass your own to change that.
+    """
+
+    def __post_init__(self):
+        self._check_patch_arguments()
+        if self.accelerator_config is None and self.dataloader_pin_memory:
+            self.accelerator_config = {"non_blocking": True}
+        super().__post_init__()

@@ -1,0 +1,1 @@
+"""Thin subclasses of TRL's trainers."""

@@ -1,0 +1,269 @@
+"""`SFTTrainer`: TRL's trainer on packed batches whose boundaries are computed once, without waiting for the device."""
+
+import copy
+
+import torch
+import trl
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+from peft import PeftModel
+from transformers import AutoConfig, PreTrainedModel, TrainerCallback
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import get_config_model_id
+
+from ..config import SFTConfig
+from ..data.accounting import count_tokens, describe_losses
+from ..data.collators import PackedDataCollator
+from ..models.support import check_packing
+from ..patches.config import PatchConfig
+from ..patches.registry import apply_patches, base_model, current_report
+from ..patches.report import PatchEntry, PatchReport
+from .metrics import DeviceMetrics
+
+
+logger = get_logger(__name__)
+
+
+class _RestoreNanFilter(TrainerCallback):
+    """Hands `logging_nan_inf_filter` back to the user's value wherever other code can look at it."""
+
+    def __init__(self, value: bool):
+        self.value = value
+
+    def on_step_end(self, args, state, control, **kwargs):
+        args.logging_nan_inf_filter = self.value
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        args.logging_nan_inf_filter = self.value
+
+
+class SFTTrainer(trl.SFTTrainer):
+    """
+    `trl.SFTTrainer` with packed attention, a head that is told where the labels are, and metrics that stay on the
+    device until they are logged. Same arguments, same losses, same adapters.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`):
+            As in TRL.
+        args (`SFTConfig`, *optional*):
+            This package's config, or TRL's own (then with this package's defaults).
+        data_collator (`Callable`, *optional*):
+            As in TRL. A collator passed here is used as it is, and so are its batches.
+        trl_args, trl_kwargs:
+            The other arguments of `trl.SFTTrainer`.
+
+    Attributes:
+        patch_report (`PatchReport`): What was applied to the model and what was not; `patch_report.remove()` takes it
+            out again.
+
+    Raises:
+        ValueError: If packing is asked for on an architecture that keeps state between tokens, if `strict=True` and
+            the architecture is not verified, or if no label is left in the data.
+    """
+
+    _tag_names = [*trl.SFTTrainer._tag_names, "unsloth_trl"]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        args: SFTConfig | trl.SFTConfig | None = None,
+        data_collator=None,
+        *trl_args,
+        **trl_kwargs,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = SFTConfig(f"{name.split('/')[-1]}-SFT")
+        self._patched = getattr(args, "patches", "auto") != "none"
+        if self._patched:
+            args = _with_supported_packing(model, args)
+            if not isinstance(model, str) and (earlier := current_report(model)) is not None:
+                # before TRL wraps this model's forward again
+                earlier.remove()
+        super().__init__(model, args, data_collator, *trl_args, **trl_kwargs)
+        self._device_metrics = DeviceMetrics(self.accelerator)
+        if not self._patched:
+            self.patch_report = PatchReport(base_model(self.model), [PatchEntry("all", (), "patches='none'")])
+            return
+        config = PatchConfig.from_args(self.args)
+        refusal = self._collator_refusal(data_collator)
+        skip = {}
+        if refusal:
+            skip = {"attention": refusal, "lm_head": refusal}
+        else:
+            self.data_collator = PackedDataCollator.from_trl(self.data_collator, cached=config.packed_metadata)
+            if not self._packs:
+                skip = {"attention": "no batch is packed, so the model keeps its own attention"}
+        self.patch_report = apply_patches(self.model, config, skip=skip)
+        self._report_trainer(refusal)
+        self._nan_filter = self.args.logging_nan_inf_filter
+        self.add_callback(_RestoreNanFilter(self._nan_filter))
+
+    @property
+    def _packs(self) -> bool:
+        """Whether any batch of this trainer is flattened."""
+        by_samples = self.args.packing_strategy != "wrapped" and (self.args.packing or bool(self.args.eval_packing))
+        return self.padding_free or by_samples
+
+    def _collator_refusal(self, own) -> str | None:
+        """Why the collator cannot be ours, or `None`. Raises where the batches would then be wrong."""
+        parallelism = self.accelerator.parallelism_config
+        if own is not None:
+            return f"the batches of your own data_collator ({type(own).__name__}) are used as they are"
+        if type(self.data_collator) is not DataCollatorForLanguageModeling:
+            return f"the batches of {type(self.data_collator).__name__} are used as they are"
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            return "context or sequence parallelism cuts the batches after collation"
+        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
+            peft_type = self.model.active_peft_config.peft_type.value
+            if self._packs:
+                raise ValueError(
+                    f"packing with {peft_type} puts virtual tokens in front of a row, and its samples would see each "
+                    "other; set packing=False and padding_free=False, or use LoRA"
+                )
+            return f"{peft_type} moves every position by its virtual tokens"
+        return None
+
+    def _report_trainer(self, refusal: str | None) -> None:
+        """List what the trainer itself does, beside the patches in the model."""
+        report = self.patch_report
+        if refusal:
+            report.add(PatchEntry("collator", (), refusal))
+        else:
+            what = "packed rows with their boundaries" if self._packs else "padded rows"
+            report.add(PatchEntry("collator", ("data_collator",), f"{what}, labelled positions", undo=_keep))
+        if self._standard_loss:
+            report.add(PatchEntry("metrics", ("log",), "on the device until they are logged", undo=_keep))
+        else:
+            report.add(PatchEntry("metrics", (), "a loss of your own, label smoothing or DeepSpeed SP: TRL's path"))
+        if self.args.logging_nan_inf_filter:
+            report.add(PatchEntry("nan filter", ("training_step",), "on the device", undo=_keep))
+        if not self.args.accelerator_config.non_blocking:
+            reason = "accelerator_config non_blocking is False; unsloth_trl.SFTConfig sets it"
+            report.add(PatchEntry("non-blocking batch copies", (), reason))
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        if not self._patched or isinstance(dataset, IterableDataset):
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        # first everything up to the labels, so that what packing or truncation takes away can be counted
+        uncut = copy.copy(args)
+        uncut.max_length, uncut.shuffle_dataset = None, False
+        whole = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
+        before = count_tokens(whole)
+        if not before.labels:
+            describe_losses(before, before, args, packing, dataset_name)  # raises
+        cut = super()._prepare_dataset(whole, processing_class, args, packing, None, dataset_name)
+        for line in describe_losses(before, count_tokens(cut), args, packing, dataset_name):
+            logger.warning(line)
+        return cut
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        layout = inputs.get("packed_layout")
+        if layout is not None and "position_ids" not in inputs:
+            inputs["position_ids"] = layout.position_ids  # a view of the layout's buffer
+        return inputs
+
+    @property
+    def _standard_loss(self) -> bool:
+        """Whether the loss is TRL's own from the fused head: nll without smoothing, or dft."""
+        smoothed = self.label_smoother is not None and self.args.loss_type == "nll"
+        return self.compute_loss_func is None and not smoothed
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """As in TRL; the standard loss leaves its metrics on the device."""
+        label_positions = inputs.pop("label_positions", None)
+        if label_positions is None or return_outputs or not self._standard_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        mode = "train" if self.model.training else "eval"
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        outputs = model(**inputs, label_positions=label_positions, fused_lm_head=True)
+        per_token_loss = -outputs.log_probs
+        if self.args.loss_type == "dft":
+            per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
+        num_labels = label_positions.numel()
+        if num_items_in_batch is None:
+            loss = per_token_loss.sum() / max(num_labels, 1)
+        else:
+            loss = per_token_loss.sum() / torch.as_tensor(num_items_in_batch).clamp(min=1)
+            if self.args.average_tokens_across_devices:
+                # the count is over all ranks, and DDP averages their gradients
+                loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        if self.aux_loss_enabled:
+            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+        self._device_metrics.add(
+            mode,
+            entropy=outputs.entropy.sum(),
+            num_correct=outputs.is_top1.sum(),
+            num_labels=num_labels,
+            num_tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel(),
+            aux_loss=outputs.aux_loss,
+        )
+        return loss
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self._patched and self._nan_filter:
+            # what the Trainer's own filter does, without asking the device: a loss that is not finite counts as the
+            # mean since the last log line
+            mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            loss = torch.where(torch.isfinite(loss), loss, mean)
+            self.args.logging_nan_inf_filter = False  # until the end of this micro-step, see _RestoreNanFilter
+        return loss
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._patched:
+                self.args.logging_nan_inf_filter = self._nan_filter
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        for mode in ("train", "eval"):
+            for row in self._device_metrics.drain(mode):
+                self._record(mode, row)
+        super().log(logs, start_time)
+
+    def _record(self, mode: str, row) -> None:
+        """One micro-batch into TRL's own metric lists, as its `compute_loss` would have done."""
+        metrics = self._metrics[mode]
+        metrics["entropy"].append(row.entropy / row.num_labels if row.num_labels else 0.0)
+        metrics["mean_token_accuracy"].append(row.num_correct / row.num_labels if row.num_labels else 0.0)
+        if mode == "train":
+            self._total_train_tokens += int(row.num_tokens) // self._tp_size
+        metrics["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:
+            metrics["aux_loss"].append(row.aux_loss / row.num_processes)
+
+
+def _keep(model) -> None:
+    """The trainer's own parts are not in the model: there is nothing to take out of it."""
+
+
+def _with_supported_packing(model, args):
+    """`args`, or a copy of it that does not pack where the support table has not verified packing."""
+    wants = [name for name in ("packing", "padding_free", "eval_packing") if getattr(args, name)]
+    if not wants:
+        return args
+    if isinstance(model, str):
+        init = args.model_init_kwargs or {}
+        config = AutoConfig.from_pretrained(
+            model,
+            trust_remote_code=init.get("trust_remote_code", args.trust_remote_code),
+            **{key: init[key] for key in ("revision", "token", "cache_dir", "subfolder", "gguf_file") if key in init},
+        )
+    else:
+        config = model.config
+    if check_packing(
+        config,
+        strict=getattr(args, "strict", False),
+        allow_unverified=getattr(args, "allow_unverified", False),
+        model=None if isinstance(model, str) else model,
+    ):
+        return args
+    args = copy.copy(args)
+    for name in wants:
+        setattr(args, name, False)
+    return args
