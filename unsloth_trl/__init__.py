@@ -1,6 +1,6 @@
 """Drop-in replacements for TRL's trainers: the same losses and adapters in less time and memory.
 
-Importing this package imports neither torch nor any library that it extends; each public name is imported on first use.
+Importing this package imports neither torch nor any library that it extends; a public name is imported on first use.
 """
 
 import importlib

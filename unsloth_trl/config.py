@@ -5,7 +5,13 @@ from typing import Literal
 
 import trl
 
-from .patches.config import AttentionBackend
+from .patches.config import AttentionBackend, PatchConfig
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @dataclass
@@ -43,6 +49,7 @@ class PatchArguments:
     )
 
     def _check_patch_arguments(self) -> None:
+        PatchConfig.from_args(self)  # raises for a value it does not know
         if self.patches not in ("auto", "none"):
             raise ValueError(f"patches={self.patches!r} is unknown; choose 'auto' or 'none'")
         if self.strict and self.allow_unverified:
@@ -60,6 +67,6 @@ class SFTConfig(PatchArguments, trl.SFTConfig):
 
     def __post_init__(self):
         self._check_patch_arguments()
-        if self.accelerator_config is None and self.dataloader_pin_memory:
+        if self.accelerator_config is None and self.dataloader_pin_memory and not self.use_cpu and _has_gpu():
             self.accelerator_config = {"non_blocking": True}
         super().__post_init__()

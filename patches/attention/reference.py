@@ -95,7 +95,7 @@ def varlen_attention_reference(
         window (`int`): Keys a query sees, itself included; 0 for no limit.
 
     Returns:
-        The output, shaped like `query`, and the log-sum-exp of shape `(num_heads, num_tokens)` in fp32 (fp64 for fp64).
+        The output, shaped like `query`, and the log-sum-exp of shape `(num_heads, num_tokens)`, fp32 (fp64 for fp64).
     """
     out = torch.zeros_like(query)
     stat_dtype = torch.promote_types(query.dtype, torch.float32)

@@ -63,9 +63,7 @@ def labelled_scores(
         weight = weight.full_tensor()
         bias = None if bias is None else bias.full_tensor()
     # a model split over devices may end elsewhere than its head
-    hidden_states, labels, label_positions = (
-        x.to(weight.device) for x in (hidden_states, labels, label_positions)
-    )
+    hidden_states, labels, label_positions = (x.to(weight.device) for x in (hidden_states, labels, label_positions))
     with maybe_gather_lm_head_ctx(weight, bias):
         log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
             hidden_states.flatten(0, 1).index_select(0, label_positions),

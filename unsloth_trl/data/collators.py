@@ -48,7 +48,8 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
     @classmethod
     def from_trl(cls, collator: DataCollatorForLanguageModeling, cached: bool = True) -> "PackedDataCollator":
         """A collator with the settings of TRL's."""
-        return cls(**{f.name: getattr(collator, f.name) for f in fields(DataCollatorForLanguageModeling)}, cached=cached)
+        settings = {f.name: getattr(collator, f.name) for f in fields(DataCollatorForLanguageModeling)}
+        return cls(**settings, cached=cached)
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """

@@ -1,0 +1,241 @@
+"""One SFT run per process: packed LoRA or QLoRA training of a random-weight model, timed step by step.
+
+    python tests/benchmarks/sft.py --mode trl|trl_liger|unsloth|ours --model llama-8b --bs 2 --tokenizer DIR
+
+Prints one line `RESULT {json}`: median, fastest and slowest step in seconds, trained tokens per second, peak GiB,
+first and last loss, and what was measured where. Same rows, seed, optimiser and learning rate in every mode. The peers
+run with `flash_attention_2`: the flash-attn package, or a stand-in on PYTHONPATH that calls the kernel in torch.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+
+
+ap = argparse.ArgumentParser()
+ap.add_argument("--mode", required=True)
+ap.add_argument("--model", default="qwen3-0.6b")
+ap.add_argument("--tokenizer", required=True)
+ap.add_argument("--len", type=int, default=4096)
+ap.add_argument("--bs", type=int, default=4)
+ap.add_argument("--steps", type=int, default=14)
+ap.add_argument("--skip", type=int, default=5, help="warm-up steps left out of the median")
+ap.add_argument("--qlora", type=int, default=0)
+ap.add_argument("--attn", default=None)
+ap.add_argument("--packing", type=int, default=1)
+ap.add_argument("--gc", type=int, default=1)
+ap.add_argument(
+    "--window",
+    type=int,
+    default=0,
+    help="time the steps after --skip as one window, without synchronising each step or logging",
+)
+ap.add_argument(
+    "--vram", type=float, default=0, help="GiB of device memory this process may use, to stand in for a smaller card"
+)
+ap.add_argument(
+    "--profile", default=None, help="write a table of the device and host time of two steady steps to this file"
+)
+ap.add_argument("--set", nargs="*", default=[], help="extra config fields for mode ours, name=json")
+a = ap.parse_args()
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    UNSLOTH_DISABLE_STATISTICS="1",
+    TOKENIZERS_PARALLELISM="false",
+    TRANSFORMERS_VERBOSITY="error",
+    HF_HUB_DISABLE_TELEMETRY="1",
+)
+if a.mode == "unsloth":
+    import unsloth  # noqa: F401  (must be first)
+    from unsloth import FastLanguageModel
+import torch
+from datasets import Dataset
+from models import EXPERTS, LINEARS, build
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+
+
+if a.mode == "ours":
+    from unsloth_trl import SFTConfig, SFTTrainer
+else:
+    from trl import SFTConfig, SFTTrainer
+if a.vram:
+    torch.cuda.set_per_process_memory_fraction(a.vram * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+path = build(a.model, a.tokenizer)
+tok = AutoTokenizer.from_pretrained(path)
+rng = random.Random(0)
+rows, n = [], 0
+while n < a.len * a.bs * (a.steps + 4) * 1.3:
+    length = max(16, min(a.len, int(rng.lognormvariate(5.8, 0.8))))
+    rows.append([rng.randrange(10, 49000) for _ in range(length)])
+    n += length
+kw = {
+    "output_dir": tempfile.mkdtemp(),
+    "max_length": a.len,
+    "packing": bool(a.packing),
+    "per_device_train_batch_size": a.bs,
+    "max_steps": a.steps,
+    "logging_steps": 1000 if a.window else 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant",
+    "bf16": True,
+    "optim": "adamw_torch_fused",
+    "disable_tqdm": True,
+    "seed": 0,
+}
+times, losses = [], []
+
+
+class Clock(TrainerCallback):
+    def on_step_begin(self, args, state, *_, **__):
+        if a.profile and state.global_step == a.steps - 2:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+        if not a.window or state.global_step == a.skip:
+            torch.cuda.synchronize()
+            self.t = time.perf_counter()
+
+    def on_step_end(self, args, state, *_, **__):
+        if not a.window:
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - self.t)
+        elif state.global_step == a.steps:
+            torch.cuda.synchronize()
+            times.extend([0.0] * a.skip + [(time.perf_counter() - self.t) / (a.steps - a.skip)])
+
+        if a.profile and state.global_step == a.steps:
+            torch.cuda.synchronize()
+            self.profile.stop()
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if logs and "loss" in logs:
+            losses.append(float(logs["loss"]))
+
+
+clock = Clock()
+moe = "a3b" in a.model
+data = Dataset.from_dict({"input_ids": rows})
+if a.mode == "unsloth":
+    model, _ = FastLanguageModel.from_pretrained(
+        path, max_seq_length=a.len, dtype=torch.bfloat16, load_in_4bit=bool(a.qlora), load_in_16bit=not a.qlora
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=16,
+        lora_alpha=16,
+        lora_dropout=0,
+        bias="none",
+        target_modules=LINEARS + (["gate_up_proj"] if moe else []),
+        use_gradient_checkpointing="unsloth" if a.gc else False,
+        random_state=0,
+    )
+    trainer = SFTTrainer(
+        model=model, args=SFTConfig(**kw), train_dataset=data, processing_class=tok, callbacks=[clock]
+    )
+else:
+    load = {"dtype": torch.bfloat16, "device_map": {"": 0}}
+    attn = a.attn or ("flash_attention_2" if a.mode != "ours" else None)
+    if attn:
+        load["attn_implementation"] = attn
+    if a.qlora:
+        load["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_use_double_quant=True,
+        )
+    if a.mode == "trl_liger":
+        kw["use_liger_kernel"] = True
+    if not a.gc:
+        kw["gradient_checkpointing"] = False
+    kw.update({k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)})
+    lora = {
+        "r": 16,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+        "target_modules": LINEARS[:4] if moe else LINEARS,
+    }
+    if moe:
+        lora["target_parameters"] = EXPERTS
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path, **load),
+        args=SFTConfig(**kw),
+        train_dataset=data,
+        processing_class=tok,
+        peft_config=LoraConfig(**lora),
+        callbacks=[clock],
+    )
+row_tokens = [len(row) for row in trainer.train_dataset["input_ids"]]  # packed rows; every token counts, in every mode
+torch.cuda.reset_peak_memory_stats()
+trainer.train()
+if a.profile:
+    with open(a.profile, "w") as f:
+        for key in ("self_cuda_time_total", "self_cpu_time_total"):
+            f.write(clock.profile.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90) + "\n")
+s = sorted(times[a.skip : -2] if a.profile else times[a.skip :])
+median = s[len(s) // 2]
+per_batch = a.bs * sum(row_tokens) / len(row_tokens)
+
+
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit():
+    known = os.environ.get("BENCH_COMMIT")
+    if known:
+        return known
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+packages = [
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    *(["liger-kernel"] if a.mode == "trl_liger" else []),
+    *(["unsloth"] if a.mode == "unsloth" else []),
+]
+result = {
+    "mode": a.mode,
+    "model": a.model,
+    "qlora": a.qlora,
+    "gc": a.gc,
+    "bs": a.bs,
+    "len": a.len,
+    "set": a.set,
+    "median_s": round(median, 4),
+    "min_s": round(s[0], 4),
+    "max_s": round(s[-1], 4),
+    "steps": len(s),
+    "tokens": round(per_batch),
+    "tok_s": round(per_batch / median),
+    "tok_s_fastest": round(per_batch / s[0]),
+    "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    "loss_first": losses[:1],
+    "loss_last": losses[-1:],
+    "gpu": torch.cuda.get_device_name(),
+    "commit": commit(),
+    "date": datetime.date.today().isoformat(),
+    "versions": {name: version(name) for name in packages},
+    "command": " ".join(["python", "tests/benchmarks/sft.py", *sys.argv[1:]]),
+}
+print("RESULT", json.dumps(result), flush=True)
