@@ -55,6 +55,7 @@ def apply_patches(
     # the patches import transformers models' interfaces: at call time, so that this module stays light
     from .attention import patch as attention
     from .lm_head import patch as lm_head
+    from .lora import patch as lora
 
     config = PatchConfig() if config is None else config
     skip = {} if skip is None else skip
@@ -63,7 +64,11 @@ def apply_patches(
     if earlier is not None:
         earlier.remove()
     entries = []
-    for name, apply in (("attention", attention.apply), ("lm_head", lm_head.apply)):
+    for name, apply in (
+        ("attention", attention.apply),
+        ("lm_head", lm_head.apply),
+        ("lora casts", lora.apply),
+    ):
         entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
     report = PatchReport(base, entries)
     _REPORTS[base] = report

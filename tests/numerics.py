@@ -29,8 +29,12 @@ EPOCH = {
 STEPS = 4
 
 # The update is a difference of rounded weights. With rates this high the rounding is far below the tolerances.
-SGD = {"optim": "sgd", "learning_rate": 0.2}
-ADAMW = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 2e-2}
+SGD = {"optim": "sgd", "learning_rate": 0.05}
+SGD_LORA = {"optim": "sgd", "learning_rate": 0.2}
+ADAMW = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2}
+
+# Rows of text do not reach the vision half of a wrapper.
+_VISION = ("vision_tower", "mm_projector")
 
 
 class Run(NamedTuple):
@@ -101,7 +105,7 @@ def make_trainer(
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
         **EPOCH,
-        **SGD,
+        **(SGD_LORA if lora else SGD),
         **config,
     }
     settings.setdefault("output_dir", tempfile.mkdtemp(prefix="unsloth_trl_test_"))
@@ -143,11 +147,12 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def update_errors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """
     `relative_error` per tensor. A tensor that the reference leaves alone (an expert without tokens) must be left
-    alone; the reference must have moved nine tensors in ten.
+    alone; the reference must have moved nine text tensors in ten.
     """
     assert actual.keys() == expected.keys()
+    text = [name for name in expected if not any(part in name for part in _VISION)]
     moved = [name for name, update in expected.items() if update.norm() > 0]
-    assert len(moved) >= 0.9 * len(expected) > 0, f"not updated: {sorted(set(expected) - set(moved))}"
+    assert len(moved) >= 0.9 * len(text) > 0, f"not updated: {sorted(set(text) - set(moved))}"
     for name in expected.keys() - set(moved):
         assert not actual[name].any(), f"{name} was updated, and not in the reference"
     return {name: relative_error(actual[name], expected[name]) for name in moved}

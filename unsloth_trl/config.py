@@ -3,15 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 import trl
 
 from .patches.config import AttentionBackend, PatchConfig
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @dataclass
@@ -25,6 +20,8 @@ class PatchArguments:
         attention_backend (`str`, *optional*, defaults to `"auto"`):
             See `PatchConfig`.
         packed_metadata (`bool`, *optional*, defaults to `True`):
+            See `PatchConfig`.
+        skip_lora_casts (`bool`, *optional*, defaults to `True`):
             See `PatchConfig`.
         strict (`bool`, *optional*, defaults to `False`):
             Raise instead of warning when the model's architecture is not verified.
@@ -40,6 +37,9 @@ class PatchArguments:
     )
     packed_metadata: bool = field(
         default=True, metadata={"help": "Compute boundaries and labelled positions once per batch on the CPU."}
+    )
+    skip_lora_casts: bool = field(
+        default=True, metadata={"help": "Leave out the copies of a LoRA layer's input that autocast undoes."}
     )
     strict: bool = field(
         default=False, metadata={"help": "Raise instead of warning when the architecture is not verified."}
@@ -67,6 +67,7 @@ class SFTConfig(PatchArguments, trl.SFTConfig):
 
     def __post_init__(self):
         self._check_patch_arguments()
-        if self.accelerator_config is None and self.dataloader_pin_memory and not self.use_cpu and _has_gpu():
+        on_gpu = torch.cuda.is_available() and not self.use_cpu
+        if self.accelerator_config is None and self.dataloader_pin_memory and on_gpu:
             self.accelerator_config = {"non_blocking": True}
         super().__post_init__()

@@ -40,7 +40,7 @@ def test_error_against_fp64(name, heads, kv_heads, head_dim, v_head_dim, window,
     scale = head_dim**-0.5
 
     def run(attend, dtype):
-        xs = [x.to(dtype).requires_grad_() for x in inputs]
+        xs = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
         out = attend(*xs)
         out.backward(grad.to(dtype))
         return [out.detach(), *(x.grad for x in xs)]

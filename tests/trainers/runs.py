@@ -37,8 +37,8 @@ def config(output_dir, cls=unsloth_trl.SFTConfig, **fields):
     return cls(**(defaults | fields))
 
 
-def dataset(n=24, seed=0, **kwargs):
-    return Dataset.from_list(tiny_rows(n, seed, **kwargs))
+def dataset(n=24, seed=0, vocab=16, **kwargs):
+    return Dataset.from_list(tiny_rows(n, seed, vocab=vocab, **kwargs))
 
 
 def trainer(output_dir, cls=unsloth_trl.SFTTrainer, model=None, data=None, init=None, **fields):
@@ -52,12 +52,13 @@ def trainer(output_dir, cls=unsloth_trl.SFTTrainer, model=None, data=None, init=
     )
 
 
+def without_timings(metrics):
+    return {key: value for key, value in metrics.items() if not key.endswith(TIMINGS)}
+
+
 def log_of(trained):
     """What was logged, without timings."""
-    return [
-        {key: value for key, value in entry.items() if not key.endswith(TIMINGS)}
-        for entry in trained.state.log_history
-    ]
+    return [without_timings(entry) for entry in trained.state.log_history]
 
 
 def assert_logs_equal(ours, theirs, rel=2e-4, **kwargs):

@@ -46,10 +46,14 @@ class DeviceMetrics:
             num_tokens (`torch.Tensor`, scalar, or `int`): Tokens of the micro-batch, as TRL counts them.
             aux_loss (`torch.Tensor`, scalar, *optional*): Load-balancing loss.
         """
-        row = entropy.new_zeros((1, len(Row._fields)), dtype=torch.float64)
         values = (entropy, num_correct, num_labels, num_tokens, 0.0 if aux_loss is None else aux_loss, 1)
-        for column, value in enumerate(values):
-            row[0, column] = value.detach() if isinstance(value, torch.Tensor) else value
+        # `new_full` fills on the device; assigning a python number into a device tensor would wait for it
+        row = torch.stack(
+            [
+                v.detach().double() if isinstance(v, torch.Tensor) else entropy.new_full((), v, dtype=torch.float64)
+                for v in values
+            ]
+        ).view(1, -1)
         # one row per process, so that the repeated samples of the last evaluation batch fall out as they do in TRL
         self._rows[mode].append(self._accelerator.gather_for_metrics(row).sum(0))
 

@@ -138,8 +138,8 @@ class SFTTrainer(trl.SFTTrainer):
             report.add(PatchEntry("metrics", (), "a loss of your own, label smoothing or DeepSpeed SP: TRL's path"))
         if self.args.logging_nan_inf_filter:
             report.add(PatchEntry("nan filter", ("training_step",), "on the device", undo=_keep))
-        if not self.args.accelerator_config.non_blocking:
-            reason = "accelerator_config non_blocking is False; unsloth_trl.SFTConfig sets it"
+        if self.args.device.type == "cuda" and not self.args.accelerator_config.non_blocking:
+            reason = "accelerator_config non_blocking is False: each batch waits for its copy"
             report.add(PatchEntry("non-blocking batch copies", (), reason))
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):

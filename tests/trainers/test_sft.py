@@ -1,0 +1,738 @@
+"""Our `SFTTrainer` beside TRL's: the same numbers under the same names, whatever the options."""
+
+import copy
+import logging
+import warnings
+
+import numpy as np
+import peft
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
+
+import unsloth_trl
+from tests.tiny import PAD, lora_config, randomize, tiny_model, tiny_tokenizer, tiny_vlm
+from tests.trainers import runs
+from unsloth_trl.data import PackedDataCollator
+
+
+TRAIN_METRICS = {
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
+    "epoch",
+    "step",
+}
+
+
+def unverified_model():
+    """An architecture outside the verified table."""
+    config = AutoConfig.for_model(
+        "stablelm",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        randomize(model, "stablelm")
+    return model.train()
+
+
+# -- metrics
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_metrics_are_the_ones_of_trl(tmp_path, logging_steps, packing):
+    ours, _ = runs.train_both(tmp_path, logging_steps=logging_steps, max_steps=6, packing=packing)
+    log = runs.log_of(ours)
+    assert [entry["step"] for entry in log[:-1]] == list(range(logging_steps, 7, logging_steps))
+    assert all(set(entry) == TRAIN_METRICS for entry in log[:-1])
+    assert all(entry["mean_token_accuracy"] > 0 and entry["entropy"] > 1 for entry in log[:-1])
+    tokens = [entry["num_tokens"] for entry in log[:-1]]
+    assert tokens == sorted(set(tokens)), "num_tokens grows with every log line"
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_router_loss_is_logged_and_trained(tmp_path, model_type, packing):
+    ours, theirs = runs.train_both(
+        tmp_path,
+        model=lambda: tiny_model(model_type),
+        router_aux_loss_coef=0.5,
+        packing=packing,
+        max_steps=2,
+    )
+    assert ours.aux_loss_enabled and theirs.aux_loss_enabled
+    log = runs.log_of(ours)
+    assert set(log[0]) == TRAIN_METRICS | {"aux_loss"}
+    assert log[0]["aux_loss"] > 0.5
+
+
+def test_router_loss_is_off_at_zero(tmp_path):
+    ours, _ = runs.train_both(tmp_path, model=lambda: tiny_model("mixtral"), router_aux_loss_coef=0.0, max_steps=2)
+    assert set(runs.log_of(ours)[0]) == TRAIN_METRICS
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("named", [False, True], ids=["one-set", "two-sets"])
+def test_evaluation_between_log_lines(tmp_path, packing, named):
+    def init():
+        sets = {"a": runs.dataset(7, seed=5), "b": runs.dataset(4, seed=6)}
+        return {"eval_dataset": sets if named else sets["a"]}
+
+    ours, _ = runs.train_both(
+        tmp_path, init=init, packing=packing, eval_strategy="steps", eval_steps=2, logging_steps=3, max_steps=6
+    )
+    log = runs.log_of(ours)
+    trained = [entry for entry in log if "loss" in entry]
+    evaluated = [entry for entry in log if any(key.startswith("eval_") for key in entry)]
+    assert [entry["step"] for entry in trained] == [3, 6]
+    assert [entry["step"] for entry in evaluated] == ([2, 2, 4, 4, 6, 6] if named else [2, 4, 6])
+    assert all(set(entry) == TRAIN_METRICS for entry in trained)
+    prefixes = ["eval_a_", "eval_b_"] * 3 if named else ["eval_"] * 3
+    for entry, prefix in zip(evaluated, prefixes, strict=True):
+        assert entry[f"{prefix}loss"] > 0
+        assert {"eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"} <= set(entry)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_evaluate_before_training_and_of_another_set(tmp_path, packing):
+    results = []
+    for cls in (unsloth_trl.SFTTrainer, trl.SFTTrainer):
+        trainer = runs.trainer(tmp_path, cls, init={"eval_dataset": runs.dataset(5, seed=5)}, packing=packing)
+        results.append([trainer.evaluate(), trainer.evaluate(runs.dataset(3, seed=6), metric_key_prefix="test")])
+    runs.assert_logs_equal(*[[runs.without_timings(r) for r in pair] for pair in results])
+    assert results[0][1]["test_loss"] != results[0][0]["eval_loss"]
+
+
+def test_a_bare_log_call_between_steps_loses_nothing(tmp_path):
+    class Chatty(TrainerCallback):
+        trainer = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step % 2:
+                self.trainer.log({"note": 1.0})
+
+    def attach(trainer):
+        chatty = Chatty()
+        chatty.trainer = trainer
+        trainer.add_callback(chatty)
+
+    ours, _ = runs.train_both(tmp_path, before_training=attach, logging_steps=3, max_steps=6)
+    assert sum("note" in entry for entry in ours.state.log_history) == 3
+
+
+# -- what other code asks of compute_loss and prediction_step
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("preprocess", [False, True], ids=["logits", "argmax"])
+def test_compute_metrics(tmp_path, packing, preprocess):
+    seen = {}
+
+    def init():
+        shapes = []
+
+        def compute_metrics(prediction):
+            logits, labels = prediction
+            shapes.append(np.shape(logits))
+            hits = logits if preprocess else logits.argmax(-1)
+            trained = labels[:, 1:] != -100
+            return {"accuracy": float((hits[:, :-1] == labels[:, 1:])[trained].mean())}
+
+        def take_argmax(logits, labels):
+            return logits.argmax(-1)
+
+        seen[len(seen)] = shapes
+        return {
+            "eval_dataset": runs.dataset(6, seed=5),
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": take_argmax if preprocess else None,
+        }
+
+    ours, _ = runs.train_both(
+        tmp_path, init=init, packing=packing, eval_strategy="steps", eval_steps=2, max_steps=2, max_length=16
+    )
+    assert seen[0] == seen[1] and len(seen[0]) == 1
+    assert len(seen[0][0]) == (2 if preprocess else 3)
+    entry = next(entry for entry in runs.log_of(ours) if "eval_loss" in entry)
+    assert 0 < entry["eval_accuracy"] < 1
+    if not packing:
+        # our own metric over the same labels; batches of equal weight only approximately
+        assert entry["eval_mean_token_accuracy"] == pytest.approx(entry["eval_accuracy"], abs=0.2)
+
+
+def summed_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return 0.5 * loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("fields", "init", "own_path"),
+    [
+        ({"label_smoothing_factor": 0.2}, {}, False),
+        ({}, {"compute_loss_func": summed_loss}, False),
+        ({"loss_type": "dft"}, {}, True),
+        ({"loss_type": "dft", "label_smoothing_factor": 0.2}, {}, True),
+    ],
+    ids=["smoothing", "compute_loss_func", "dft", "dft-smoothing"],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_other_losses(tmp_path, fields, init, own_path, packing):
+    ours, _ = runs.train_both(tmp_path, init=lambda: init, packing=packing, max_steps=3, **fields)
+    assert ours.patch_report["metrics"].applied is own_path
+    plain, _ = runs.train_both(tmp_path, packing=packing, max_steps=1)
+    assert runs.log_of(ours)[0]["loss"] != pytest.approx(runs.log_of(plain)[0]["loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("num_items", [None, 37])
+def test_return_outputs(tmp_path, packing, num_items):
+    results = []
+    for cls in (unsloth_trl.SFTTrainer, trl.SFTTrainer):
+        trainer = runs.trainer(tmp_path, cls, packing=packing)
+        batch = next(iter(trainer.get_train_dataloader()))
+        for return_outputs in (True, False):
+            trainer.current_gradient_accumulation_steps = 1
+            inputs = trainer._prepare_inputs(dict(batch))
+            items = None if num_items is None else torch.tensor(num_items)
+            results.append(
+                trainer.compute_loss(trainer.model, inputs, return_outputs=return_outputs, num_items_in_batch=items)
+            )
+    (our_loss, our_outputs), our_plain, (their_loss, their_outputs), their_plain = results
+    assert torch.allclose(our_loss, their_loss, rtol=1e-5) and torch.allclose(our_plain, their_plain, rtol=1e-5)
+    assert torch.allclose(our_loss, our_plain, rtol=1e-5) and our_loss > 0
+    assert our_outputs.logits.shape == their_outputs.logits.shape
+    assert torch.allclose(our_outputs.logits, their_outputs.logits, atol=1e-4)
+
+
+# -- a loss that is not finite
+
+
+def poisoned(cls, value, at, mode="train"):
+    """A trainer class whose loss is `value` in the given calls of a mode, with the gradients as they were."""
+
+    class Poisoned(cls):
+        calls = 0
+
+        def compute_loss(self, *args, **kwargs):
+            result = super().compute_loss(*args, **kwargs)
+            if (mode == "train") == self.model.training:
+                self.calls += 1
+                if self.calls in at:
+                    return result + torch.tensor(value)
+            return result
+
+    return Poisoned
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize(
+    ("value", "at"), [("nan", (3,)), ("inf", (4,)), ("nan", (1,)), ("-inf", (5, 6, 7))], ids=str
+)
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_logged_loss_with_a_bad_micro_step(tmp_path, flag, value, at, logging_steps):
+    logs = []
+    for cls in (unsloth_trl.SFTTrainer, trl.SFTTrainer):
+        trainer = runs.trainer(
+            tmp_path,
+            poisoned(cls, float(value), at),
+            logging_nan_inf_filter=flag,
+            logging_steps=logging_steps,
+            max_steps=6,
+        )
+        trainer.train()
+        assert trainer.calls == 12
+        logs.append(runs.log_of(trainer))
+    runs.assert_logs_equal(*logs)
+    finite = [np.isfinite(entry["loss"]) for entry in logs[0] if "loss" in entry]
+    assert all(finite) is flag
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_eval_loss_with_a_bad_batch(tmp_path, flag):
+    results = []
+    for cls in (unsloth_trl.SFTTrainer, trl.SFTTrainer):
+        trainer = runs.trainer(
+            tmp_path,
+            poisoned(cls, float("nan"), (2,), mode="eval"),
+            init={"eval_dataset": runs.dataset(6, seed=5)},
+            logging_nan_inf_filter=flag,
+            eval_strategy="steps",
+            eval_steps=2,
+            max_steps=2,
+        )
+        trainer.train()
+        results.append(runs.log_of(trainer))
+    runs.assert_logs_equal(*results)
+    (entry,) = [entry for entry in results[0] if "eval_loss" in entry]
+    assert np.isfinite(entry["eval_loss"]) == flag
+
+
+EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+
+
+class FlagWatch(TrainerCallback):
+    def __init__(self):
+        self.seen = {}
+
+
+def _watch(name):
+    def event(self, args, state, control, **kwargs):
+        self.seen.setdefault(name, set()).add(args.logging_nan_inf_filter)
+
+    return event
+
+
+for _name in EVENTS:
+    setattr(FlagWatch, _name, _watch(_name))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("when", ["constructor", "add_callback"])
+def test_others_see_the_users_nan_filter(tmp_path, flag, when):
+    """Callbacks (before and after ours), evaluation, training_args.bin and the args object afterwards."""
+    watch = FlagWatch()
+    trainer = runs.trainer(
+        tmp_path,
+        init={
+            "eval_dataset": runs.dataset(4, seed=5),
+            "callbacks": [watch] if when == "constructor" else None,
+        },
+        logging_nan_inf_filter=flag,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=2,
+    )
+    if when == "add_callback":
+        trainer.add_callback(watch)
+    trainer.train()
+    assert {"on_step_end", "on_substep_end", "on_log", "on_evaluate", "on_save", "on_prediction_step"} <= set(watch.seen)
+    assert watch.seen == dict.fromkeys(watch.seen, {flag})
+    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.logging_nan_inf_filter is flag
+    assert trainer.args.logging_nan_inf_filter is flag
+
+
+def test_the_nan_filter_is_the_users_after_an_error(tmp_path):
+    class Broken(unsloth_trl.SFTTrainer):
+        def training_step(self, *args, **kwargs):
+            super().training_step(*args, **kwargs)
+            raise RuntimeError("broken")
+
+    trainer = runs.trainer(tmp_path, Broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.train()
+    assert trainer.args.logging_nan_inf_filter is True
+
+
+# -- collators of others
+
+
+class OwnCollator(DataCollatorForLanguageModeling):
+    """Trains the last token of a row only."""
+
+    def torch_call(self, examples):
+        batch = super().torch_call(examples)
+        last = batch["attention_mask"].sum(1, keepdim=True) - 1
+        batch["labels"][torch.arange(batch["labels"].shape[1]) != last] = -100
+        return batch
+
+
+def test_a_users_collator_stays(tmp_path):
+    own = OwnCollator(pad_token_id=PAD)
+    ours, _ = runs.train_both(tmp_path, init=lambda: {"data_collator": own}, max_steps=3)
+    assert ours.data_collator is own
+    for name in ("attention", "lm_head", "collator"):
+        assert not ours.patch_report[name].applied
+        assert "your own data_collator (OwnCollator)" in ours.patch_report[name].detail
+
+
+def test_a_users_collator_under_packing_is_refused_as_in_trl(tmp_path):
+    with pytest.raises(ValueError, match="custom data collator is not supported when using padding-free"):
+        runs.trainer(tmp_path, init={"data_collator": OwnCollator(pad_token_id=PAD)}, packing=True)
+
+
+def test_a_flattening_collator_of_the_user_trains_as_in_trl(tmp_path):
+    own = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=True)
+    ours, _ = runs.train_both(tmp_path, init=lambda: {"data_collator": own}, max_steps=3)
+    assert ours.data_collator is own and type(own) is DataCollatorForLanguageModeling
+
+
+def test_vision_model(tmp_path):
+    parts = tiny_vlm()
+
+    def data():
+        return Dataset.from_list(parts[2])
+
+    ours, _ = runs.train_both(
+        tmp_path,
+        model=lambda: tiny_vlm()[0],
+        data=data,
+        init=lambda: {"processing_class": parts[1]},
+        max_length=None,
+        max_steps=3,
+    )
+    assert type(ours.data_collator) is DataCollatorForVisionLanguageModeling
+    detail = ours.patch_report["collator"].detail
+    assert detail == "the batches of DataCollatorForVisionLanguageModeling are used as they are"
+    assert runs.log_of(ours)[0]["loss"] > 0
+
+
+# -- adapters
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["peft_config", "PeftModel"])
+def test_lora(tmp_path, packing, wrapped):
+    def model():
+        base = tiny_model("llama")
+        torch.manual_seed(3)
+        return peft.get_peft_model(base, lora_config("llama", init_lora_weights=False)) if wrapped else base
+
+    def init():
+        return {} if wrapped else {"peft_config": lora_config("llama", init_lora_weights=False)}
+
+    ours, _ = runs.train_both(tmp_path, model=model, init=init, packing=packing, learning_rate=0.1)
+    assert isinstance(ours.model, peft.PeftModel)
+    assert ours.patch_report["lm_head"].applied
+
+
+PROMPT_LEARNING = [
+    peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+]
+prompt_learning = pytest.mark.parametrize("config", PROMPT_LEARNING, ids=lambda c: c.peft_type.value)
+
+
+@prompt_learning
+def test_prompt_learning_unpacked(tmp_path, config):
+    ours, _ = runs.train_both(
+        tmp_path, init=lambda: {"peft_config": copy.deepcopy(config)}, max_steps=3, learning_rate=1.0
+    )
+    for name in ("attention", "lm_head", "collator"):
+        assert f"{config.peft_type.value} moves every position" in ours.patch_report[name].detail
+    assert type(ours.data_collator) is DataCollatorForLanguageModeling
+
+
+@prompt_learning
+@pytest.mark.parametrize(
+    "fields", [{"packing": True}, {"padding_free": True, "max_length": None}, {"eval_packing": True}], ids=str
+)
+def test_prompt_learning_packed_is_an_error(tmp_path, config, fields):
+    with pytest.raises(ValueError, match=f"packing with {config.peft_type.value} puts virtual tokens"):
+        runs.trainer(tmp_path, init={"peft_config": copy.deepcopy(config)}, **fields)
+
+
+# -- architectures outside the table
+
+
+def as_path(tmp_path, model):
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("by_path", [False, True], ids=["object", "path"])
+def test_unverified_architecture_trains_unpacked(tmp_path, by_path):
+    model = as_path(tmp_path, unverified_model()) if by_path else unverified_model()
+    args = runs.config(tmp_path / "ours", packing=True, eval_packing=True)
+    with pytest.warns(unsloth_trl.UnsupportedArchitectureWarning, match="'stablelm'.* trains unpacked"):
+        ours = unsloth_trl.SFTTrainer(
+            model, args, train_dataset=runs.dataset(), processing_class=tiny_tokenizer()
+        )
+    assert (ours.args.packing, ours.args.eval_packing, ours.padding_free) == (False, False, False)
+    assert (args.packing, args.eval_packing) == (True, True), "the user's object is not ours to change"
+    theirs = runs.trainer(tmp_path / "trl", trl.SFTTrainer, model=unverified_model(), packing=False)
+    ours.train()
+    theirs.train()
+    runs.assert_logs_equal(runs.log_of(ours), runs.log_of(theirs))
+
+
+@pytest.mark.parametrize("by_path", [False, True], ids=["object", "path"])
+def test_unverified_architecture_strict(tmp_path, by_path, monkeypatch):
+    model = as_path(tmp_path, unverified_model()) if by_path else unverified_model()
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the weights were loaded first")
+
+    monkeypatch.setattr(trl.trainer.sft_trainer, "create_model_from_path", fail)
+    with pytest.raises(ValueError, match="'stablelm' .*strict=True"):
+        runs.trainer(tmp_path, model=model, packing=True, strict=True)
+
+
+def test_unverified_architecture_allowed(tmp_path):
+    pair = []
+    for cls in (unsloth_trl.SFTTrainer, trl.SFTTrainer):
+        fields = {"packing": True}
+        if cls is unsloth_trl.SFTTrainer:
+            with pytest.warns(unsloth_trl.UnsupportedArchitectureWarning, match="allow_unverified=True packs it"):
+                trainer = runs.trainer(tmp_path, cls, model=unverified_model(), allow_unverified=True, **fields)
+            assert trainer.args.packing and trainer.patch_report["attention"].applied
+        else:
+            trainer = runs.trainer(tmp_path, cls, model=unverified_model(), **fields)
+        trainer.train()
+        pair.append(runs.log_of(trainer))
+    runs.assert_logs_equal(*pair)
+
+
+def test_unverified_architecture_without_packing_is_silent(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", unsloth_trl.UnsupportedArchitectureWarning)
+        runs.train_both(tmp_path, model=unverified_model, max_steps=2)
+        runs.trainer(tmp_path, model=unverified_model(), packing=True, patches="none")
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_the_config_of_trl_is_accepted(tmp_path, packing):
+    args = runs.config(tmp_path, trl.SFTConfig, packing=packing)
+    ours = unsloth_trl.SFTTrainer(
+        tiny_model("llama"), args, train_dataset=runs.dataset(), processing_class=tiny_tokenizer()
+    )
+    assert ours.args is args
+    assert ours.patch_report["attention"].applied is packing
+    assert "non_blocking is False" in ours.patch_report["non-blocking batch copies"].detail
+    theirs = runs.trainer(tmp_path, trl.SFTTrainer, packing=packing)
+    ours.train()
+    theirs.train()
+    runs.assert_logs_equal(runs.log_of(ours), runs.log_of(theirs))
+
+
+def test_plain_training_arguments_are_accepted_as_in_trl(tmp_path):
+    trainers = [
+        cls(
+            tiny_model("llama"),
+            TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=2, logging_steps=1),
+            train_dataset=runs.dataset(),
+            processing_class=tiny_tokenizer(),
+        )
+        for cls in (unsloth_trl.SFTTrainer, trl.SFTTrainer)
+    ]
+    assert all(isinstance(trainer.args, trl.SFTConfig) for trainer in trainers)
+    for trainer in trainers:
+        trainer.train()
+    runs.assert_logs_equal(*map(runs.log_of, trainers))
+
+
+def test_without_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = unsloth_trl.SFTTrainer(
+        tiny_model("llama"), train_dataset=runs.dataset(), processing_class=tiny_tokenizer()
+    )
+    assert type(trainer.args) is unsloth_trl.SFTConfig
+    assert trainer.args.output_dir == "-SFT"
+    assert trainer.patch_report["lm_head"].applied
+
+
+def test_positional_arguments_go_where_trl_puts_them(tmp_path):
+    args, data, held_out, tokenizer = runs.config(tmp_path), runs.dataset(), runs.dataset(3, 1), tiny_tokenizer()
+    trainer = unsloth_trl.SFTTrainer(tiny_model("llama"), args, None, data, held_out, tokenizer)
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (24, 3)
+    assert trainer.processing_class is tokenizer
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_the_users_args_are_not_changed(tmp_path, packing):
+    """Beyond what TRL's own trainer writes into them."""
+    changed = []
+    for cls, config in ((unsloth_trl.SFTTrainer, unsloth_trl.SFTConfig), (trl.SFTTrainer, trl.SFTConfig)):
+        args = runs.config(tmp_path, config, packing=packing)
+        before = copy.deepcopy(args.__dict__)
+        trainer = cls(tiny_model("llama"), args, train_dataset=runs.dataset(), processing_class=tiny_tokenizer())
+        trainer.train()
+        assert trainer.args is args
+        changed.append({key for key, value in args.__dict__.items() if str(before.get(key)) != str(value)})
+    assert changed[0] == changed[1]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["tokens", "text"])
+def test_streaming_dataset(tmp_path, packing, kind):
+    def data():
+        if kind == "tokens":
+            return runs.dataset().to_iterable_dataset()
+        texts = [" ".join(f"w{i}" for i in range(9 + n, 14 + 2 * n)) for n in range(24)]
+        return Dataset.from_dict({"text": texts}).to_iterable_dataset()
+
+    ours, _ = runs.train_both(tmp_path, data=data, packing=packing, max_steps=2)
+    batch = next(iter(ours.get_train_dataloader()))
+    assert ("packed_layout" in batch) is packing and "label_positions" in batch
+    if packing:
+        assert batch["packed_layout"].num_segments > 2
+
+
+def test_model_given_as_a_path(tmp_path):
+    folder = as_path(tmp_path, tiny_model("llama"))
+    ours, theirs = runs.train_both(tmp_path, model=lambda: folder, packing=True, max_steps=2)
+    objects, _ = runs.train_both(tmp_path, packing=True, max_steps=2)
+    runs.assert_logs_equal(runs.log_of(ours), runs.log_of(objects))
+    assert ours.processing_class.pad_token == "<pad>"
+
+
+def test_a_conversation_trains_the_assistant_only(tmp_path):
+    def data():
+        turn = [
+            {"role": "user", "content": "w10 w11 w12"},
+            {"role": "assistant", "content": "w20 w21"},
+            {"role": "user", "content": "w13"},
+            {"role": "assistant", "content": "w22"},
+        ]
+        return Dataset.from_list([{"messages": turn}, {"messages": turn[:2]}] * 6)
+
+    ours, _ = runs.train_both(tmp_path, data=data, assistant_only_loss=True, packing=True, max_steps=2)
+    batch = next(iter(ours.get_train_dataloader()))
+    decoded = ours.processing_class.decode(batch["labels"][batch["labels"] != -100])
+    assert set(decoded.split()) == {"w20", "w21", "w22", "<eos>"}
+
+
+# -- signature columns
+
+
+class OtherColumns(unsloth_trl.SFTTrainer):
+    def _set_signature_columns_if_needed(self):
+        self._signature_columns = ["input_ids", "labels", "weight"]
+
+
+@pytest.mark.parametrize("cls", [unsloth_trl.SFTTrainer, OtherColumns])
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_boundaries_reach_the_collator(tmp_path, cls, adapter):
+    """B04: whatever a subclass thinks the columns are, the packed rows keep their boundaries."""
+    init = {"eval_dataset": runs.dataset(9, seed=4)} | ({"peft_config": lora_config("llama")} if adapter else {})
+    trainer = runs.trainer(tmp_path, cls, init=init, packing=True, per_device_train_batch_size=1)
+    assert trainer.args.remove_unused_columns
+    expected = sorted(tuple(lengths) for lengths in trainer.train_dataset["seq_lengths"])
+    assert any(len(lengths) > 1 for lengths in expected)
+    assert sorted(b["packed_layout"].seqlens for b in trainer.get_train_dataloader()) == expected
+    lengths = [n for row in trainer.eval_dataset["seq_lengths"] for n in row]
+    assert [n for b in trainer.get_eval_dataloader() for n in b["packed_layout"].seqlens] == lengths
+
+
+# -- saving
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_resume_continues_the_run(tmp_path, packing):
+    def run(cls, folder, resume=None, steps=4):
+        trainer = runs.trainer(
+            folder,
+            cls,
+            init={"peft_config": lora_config("llama")},
+            packing=packing,
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=2,
+            learning_rate=0.5,
+            optim="adamw_torch",
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(unsloth_trl.SFTTrainer, tmp_path / "whole")
+    resumed = run(unsloth_trl.SFTTrainer, tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-2"))
+    theirs = run(trl.SFTTrainer, tmp_path / "trl", str(tmp_path / "whole" / "checkpoint-2"))
+    for name, parameter in whole.model.named_parameters():
+        other = dict(resumed.model.named_parameters())[name]
+        assert torch.allclose(parameter, other, rtol=1e-5, atol=1e-6), name
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (whole, resumed, theirs)]
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+    runs.assert_logs_equal(runs.log_of(resumed), runs.log_of(theirs))
+
+
+def test_saved_adapter_is_plain_peft(tmp_path):
+    trainer = runs.trainer(
+        tmp_path, init={"peft_config": lora_config("llama")}, packing=True, learning_rate=0.5, max_steps=3
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    ids = torch.arange(3, 15)[None]
+    trained = trainer.model.eval()(input_ids=ids).logits
+    reloaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapter").eval()(input_ids=ids).logits
+    assert torch.allclose(trained, reloaded, atol=1e-5)
+    assert (trained - tiny_model("llama").eval()(input_ids=ids).logits).abs().max() > 1e-2
+    card = (tmp_path / "adapter" / "README.md").read_text() if (tmp_path / "adapter" / "README.md").exists() else ""
+    assert str(tmp_path) not in card
+    assert set(trainer.model.get_base_model().model_tags) >= {"trl", "sft", "unsloth_trl"}
+
+
+# -- the report
+
+
+def test_report_of_a_packed_run(tmp_path):
+    trainer = runs.trainer(tmp_path, packing=True, accelerator_config={"non_blocking": True})
+    assert str(trainer.patch_report).splitlines() == [
+        "unsloth_trl patches:",
+        "  applied     attention on model: packed rows: sdpa over segments (device cpu); other calls: sdpa or eager "
+        "(was 'sdpa')",
+        "  applied     lm_head on LlamaForCausalLM: log-probabilities at the labelled positions, which come with the "
+        "batch",
+        "  applied     collator on data_collator: packed rows with their boundaries, labelled positions",
+        "  applied     metrics on log: on the device until they are logged",
+        "  applied     nan filter on training_step: on the device",
+    ]
+    assert isinstance(trainer.data_collator, PackedDataCollator)
+
+
+def test_report_of_a_padded_run(tmp_path):
+    report = runs.trainer(tmp_path, logging_nan_inf_filter=False).patch_report
+    assert "  not applied attention: no batch is packed, so the model keeps its own attention" in str(report)
+    assert report["lm_head"].applied and report["collator"].detail == "padded rows, labelled positions"
+    with pytest.raises(KeyError, match="nan filter"):
+        report["nan filter"]
+
+
+def test_patches_none_is_trl(tmp_path):
+    model = tiny_model("llama")
+    attention = model.config._attn_implementation
+    trainer = runs.trainer(tmp_path, model=model, packing=True, patches="none")
+    assert str(trainer.patch_report).splitlines()[1:] == ["  not applied all: patches='none'"]
+    assert type(trainer.data_collator) is DataCollatorForLanguageModeling
+    assert model.config._attn_implementation == attention
+    theirs = runs.trainer(tmp_path, trl.SFTTrainer, packing=True)
+    trainer.train()
+    theirs.train()
+    runs.assert_logs_equal(runs.log_of(trainer), runs.log_of(theirs), rel=1e-6)
+
+
+def test_a_second_trainer_on_the_same_model(tmp_path):
+    model = tiny_model("llama")
+    first = runs.trainer(tmp_path, model=model, packing=True, max_steps=1)
+    first.train()
+    second = runs.trainer(tmp_path, model=model, packing=False, max_steps=1)
+    assert first.patch_report.removed and not second.patch_report.removed
+    second.train()
+    third = runs.trainer(tmp_path, trl.SFTTrainer, model=model, packing=True, max_steps=1)
+    third.train()
+    assert runs.log_of(third)[0]["loss"] > 0
+
+
+def test_no_warning_about_pinned_memory_on_the_cpu(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        runs.trainer(tmp_path)
+    assert not [r.getMessage() for r in caplog.records if "non_blocking" in r.getMessage()]
