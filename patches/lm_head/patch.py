@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -64,12 +65,14 @@ class LabelledForward:
 
 
 def _real_tokens(kwargs: dict):
-    """What the load-balancing loss counts, `(batch, seq_len)`: everything, or everything but padding."""
+    """What the load-balancing loss counts, `(batch, seq_len)`: every token but padding."""
     layout = kwargs.get("packed_layout")
-    if layout is None or not layout.num_padding:
+    if layout is None:
         return kwargs.get("attention_mask")
-    mask = layout.position_ids.new_ones(layout.position_ids.shape)
-    mask[:, layout.num_tokens - layout.num_padding :] = 0
+    # a mask also where nothing is padded: without one, transformers before 5.24 counts with a host synchronisation
+    mask = torch.ones_like(layout.position_ids)
+    if layout.num_padding:
+        mask[:, -layout.num_padding :] = 0
     return mask
 
 
