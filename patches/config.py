@@ -20,13 +20,13 @@ class PatchConfig:
         packed_metadata (`bool`, *optional*, defaults to `True`):
             Compute boundaries and labelled positions once per batch on the CPU. `False` derives them in every layer,
             as without this package: for ablations.
-        skip_lora_casts (`bool`, *optional*, defaults to `True`):
-            Leave out the copies of a LoRA layer's input that autocast undoes.
+        lean_lora (`bool`, *optional*, defaults to `True`):
+            Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass.
     """
 
     attention_backend: AttentionBackend = "auto"
     packed_metadata: bool = True
-    skip_lora_casts: bool = True
+    lean_lora: bool = True
 
     def __post_init__(self):
         if self.attention_backend not in get_args(AttentionBackend):

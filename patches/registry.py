@@ -67,7 +67,7 @@ def apply_patches(
     for name, apply in (
         ("attention", attention.apply),
         ("lm_head", lm_head.apply),
-        ("lora casts", lora.apply),
+        ("lora", lora.apply),
     ):
         entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
     report = PatchReport(base, entries)

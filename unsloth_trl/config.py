@@ -21,7 +21,7 @@ class PatchArguments:
             See `PatchConfig`.
         packed_metadata (`bool`, *optional*, defaults to `True`):
             See `PatchConfig`.
-        skip_lora_casts (`bool`, *optional*, defaults to `True`):
+        lean_lora (`bool`, *optional*, defaults to `True`):
             See `PatchConfig`.
         strict (`bool`, *optional*, defaults to `False`):
             Raise instead of warning when the model's architecture is not verified.
@@ -38,8 +38,8 @@ class PatchArguments:
     packed_metadata: bool = field(
         default=True, metadata={"help": "Compute boundaries and labelled positions once per batch on the CPU."}
     )
-    skip_lora_casts: bool = field(
-        default=True, metadata={"help": "Leave out the copies of a LoRA layer's input that autocast undoes."}
+    lean_lora: bool = field(
+        default=True, metadata={"help": "Plain LoRA layers leave out needless casts, and scale and add in one pass."}
     )
     strict: bool = field(
         default=False, metadata={"help": "Raise instead of warning when the architecture is not verified."}

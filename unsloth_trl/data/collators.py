@@ -78,7 +78,10 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
 
     def _flatten(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         row_lengths = [len(example["input_ids"]) for example in examples]
-        seq_lengths = [example.get("seq_lengths") or [n] for example, n in zip(examples, row_lengths, strict=True)]
+        seq_lengths = [
+            [n] if (lengths := example.get("seq_lengths")) is None else list(lengths)
+            for example, n in zip(examples, row_lengths, strict=True)
+        ]
         num_tokens = sum(row_lengths)
         multiple = self.pad_to_multiple_of or 1
         pad_to = -(-num_tokens // multiple) * multiple

@@ -1,11 +1,12 @@
 """`SFTTrainer`: TRL's trainer on packed batches whose boundaries are computed once, without waiting for the device."""
 
+import contextlib
 import copy
 
 import torch
 import trl
 from accelerate.logging import get_logger
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -82,6 +83,8 @@ class SFTTrainer(trl.SFTTrainer):
                 earlier.remove()
         super().__init__(model, args, data_collator, *trl_args, **trl_kwargs)
         self._device_metrics = DeviceMetrics(self.accelerator)
+        self._modules: list[torch.nn.Module] = []  # of the model being trained, for `training_step`
+        self._flops_per_token: float | None = None
         if not self._patched:
             self.patch_report = PatchReport(base_model(self.model), [PatchEntry("all", (), "patches='none'")])
             return
@@ -157,6 +160,22 @@ class SFTTrainer(trl.SFTTrainer):
             logger.warning(line)
         return cut
 
+    def _remove_unused_columns(self, dataset, description=None):
+        dataset = super()._remove_unused_columns(dataset, description)
+        ours = isinstance(self.data_collator, PackedDataCollator)
+        if ours and isinstance(dataset, Dataset) and dataset.format["type"] is None:
+            # the data loader's own view: rows as arrays, not as lists of python ints that become arrays again
+            dataset = dataset.with_format("numpy")
+        return dataset
+
+    def floating_point_ops(self, inputs):
+        """As in the Trainer, which counts the model's parameters anew in every micro-step."""
+        if not self._patched or "input_ids" not in inputs:
+            return super().floating_point_ops(inputs)
+        if self._flops_per_token is None:
+            self._flops_per_token = super().floating_point_ops(inputs) / inputs["input_ids"].numel()
+        return self._flops_per_token * inputs["input_ids"].numel()
+
     def _prepare_inputs(self, inputs):
         inputs = super()._prepare_inputs(inputs)
         layout = inputs.get("packed_layout")
@@ -203,9 +222,12 @@ class SFTTrainer(trl.SFTTrainer):
         )
         return loss
 
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        if self._patched and self._nan_filter:
+    def training_step(self, model, *args, **kwargs):
+        if not self._patched:
+            return super().training_step(model, *args, **kwargs)
+        with self._without_repeated_train_call(model):
+            loss = super().training_step(model, *args, **kwargs)
+        if self._nan_filter:
             # what the Trainer's own filter does, without asking the device: a loss that is not finite counts as the
             # mean since the last log line
             mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
@@ -213,12 +235,26 @@ class SFTTrainer(trl.SFTTrainer):
             self.args.logging_nan_inf_filter = False  # until the end of this micro-step, see _RestoreNanFilter
         return loss
 
+    @contextlib.contextmanager
+    def _without_repeated_train_call(self, model):
+        """The Trainer calls `model.train()` in every micro-step: setting all modules costs more than looking at them."""
+        if not self._modules or not all(module.training for module in self._modules):
+            model.train()
+            self._modules = list(model.modules())
+        model.train = lambda mode=True: model if mode else type(model).train(model, False)
+        try:
+            yield
+        finally:
+            del model.train
+
     def train(self, *args, **kwargs):
+        self._modules = []
         try:
             return super().train(*args, **kwargs)
         finally:
             if self._patched:
                 self.args.logging_nan_inf_filter = self._nan_filter
+            self._modules = []
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         for mode in ("train", "eval"):
