@@ -32,7 +32,13 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _PUBLIC:
         raise AttributeError(f"module 'unsloth_trl' has no attribute '{name}'; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    from .versions import check_versions, found_and_supported
+
+    check_versions()
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ImportError as error:
+        raise ImportError(f"{error}; {found_and_supported()}") from error
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,8 @@
 import json
 import pathlib
 
+from unsloth_trl import PatchConfig
+
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
@@ -33,13 +35,21 @@ def _line(row: dict, rows: list[dict]) -> str:
     return f"| {_name(row)} | {row['tok_s']:,}{fastest} | {ratio} | {row['peak_gib']} GiB | {row['commit']} |"
 
 
+def _is_current(row: dict) -> bool:
+    """Rows of a switch that is no more stay in the file only."""
+    return all(hasattr(PatchConfig, switch.split("=")[0]) for switch in row["set"])
+
+
 def render() -> str:
-    """One table for each call to a GPU and model, the newest call of a kind of run first."""
+    """A table for each model and way of timing: those rows of the newest call that has them."""
     groups: dict[tuple, list[dict]] = {}
     for row in load():
-        groups.setdefault((row["call"], row["model"], row["timing"]), []).append(row)
+        if _is_current(row):
+            groups.setdefault((row["model"], row["timing"], row["call"]), []).append(row)
+    newest = {key[:2]: key for key in sorted(groups)}
     parts = []
-    for (call, model, timing), rows in sorted(groups.items(), key=lambda item: item[0], reverse=True):
+    for model, timing, call in newest.values():
+        rows = groups[model, timing, call]
         first = rows[0]
         how = "median step (fastest step)" if timing == "per step" else "all steady steps in one window"
         versions = f"torch {first['versions']['torch']}, transformers {first['versions']['transformers']}"

@@ -156,9 +156,7 @@ def test_unlabelled_samples_are_counted_under_packing(caplog, tmp_path):
     labels = [[X, 5, 6], [X, X], [X, X, X]]
     packed, messages = prepare(caplog, tmp_path, rows(ids, labels), packing=True, max_length=8)
     assert sorted(sum(packed["input_ids"], [])) == list(range(4, 12))
-    assert messages == [
-        "train dataset: 2 of 3 samples (66.7%) have no label; packing keeps them, as TRL does"
-    ]
+    assert messages == ["train dataset: 2 of 3 samples (66.7%) have no label; packing keeps them, as TRL does"]
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -238,3 +238,17 @@ def test_batches_come_through_data_loader_workers(num_workers):
     direct = [collator()(rows[i : i + 2]) for i in range(0, len(rows), 2)]
     expected = [(b["input_ids"].tolist(), b["packed_layout"].seqlens, b["label_positions"].tolist()) for b in direct]
     assert len(seen) > 2 and seen == expected
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_rows_as_arrays_are_the_rows_as_lists(strategy, padding_free):
+    dataset = Dataset.from_list(packed_rows(strategy))
+    lists, arrays = list(dataset), list(dataset.with_format("numpy"))
+    assert not isinstance(arrays[0]["input_ids"], list)
+    expected, batch = (collator(padding_free=padding_free)(rows) for rows in (lists, arrays))
+    assert batch.keys() == expected.keys()
+    for key in batch.keys() - {"packed_layout"}:
+        assert torch.equal(batch[key], expected[key]) and batch[key].dtype == expected[key].dtype, key
+    if "packed_layout" in batch:
+        assert batch["packed_layout"].seqlens == expected["packed_layout"].seqlens

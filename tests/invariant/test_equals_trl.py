@@ -21,6 +21,8 @@ from tests.tiny import ARCHITECTURES
 
 
 TOLERANCE = 1e-4
+# Four steps of its router amplify rounding: TRL with sdpa against TRL with eager attention differ by 2e-4.
+TOLERANCES = {("gemma4_text", True, False): 1e-3}
 
 # TRL's own packed rows are wrong here: the eager mask of gpt_oss ignores position_ids, so samples see each other.
 CONTAMINATED = ("gpt_oss",)
@@ -48,7 +50,7 @@ def test_steps_equal_trl(model_type, packing, lora):
         pytest.skip("see test_trl_mixes_packed_samples and test_packed_equals_unpacked")
     run = run_sft(unsloth_trl, model_type, packing=packing, lora=lora)
     assert_whole_epoch(run, packing)
-    assert_runs_close(run, trl_run(model_type, packing, lora), TOLERANCE)
+    assert_runs_close(run, trl_run(model_type, packing, lora), TOLERANCES.get((model_type, packing, lora), TOLERANCE))
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -72,7 +74,7 @@ def test_adamw_steps_equal_trl(model_type, packing, lora):
 @pytest.mark.parametrize(
     "config",
     [
-        {"loss_type": "dft"},
+        {"loss_type": "dft", "learning_rate": 2.0},
         {"gradient_checkpointing": True},
         {"max_grad_norm": 0.5},
         {"average_tokens_across_devices": False},
@@ -107,7 +109,7 @@ def test_own_loss_function_equals_trl():
     def mean_square(outputs, labels, num_items_in_batch=None):
         return outputs.logits.pow(2).sum() / num_items_in_batch
 
-    own = {"trainer_kwargs": {"compute_loss_func": mean_square}}
+    own = {"trainer_kwargs": {"compute_loss_func": mean_square}, "learning_rate": 1e-3}
     runs = [run_sft(library, "llama", packing=True, lora=True, **own) for library in (unsloth_trl, trl)]
     assert_runs_close(*runs, TOLERANCE)
 
@@ -123,15 +125,13 @@ def test_lora_dropout_equals_trl():
 
 @pytest.mark.parametrize("kwargs", [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
 def test_adapter_kinds_equal_trl(kwargs):
-    runs = [
-        run_sft(library, "llama", packing=True, lora=True, lora_kwargs=kwargs) for library in (unsloth_trl, trl)
-    ]
+    runs = [run_sft(library, "llama", packing=True, lora=True, lora_kwargs=kwargs) for library in (unsloth_trl, trl)]
     assert_runs_close(*runs, TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "gemma4_text"])
 def test_wrapped_equals_trl(model_type):
-    """"wrapped" rows run through their samples on purpose: one causal row, and not isolated."""
+    """ "wrapped" rows run through their samples on purpose: one causal row, and not isolated."""
     config = {"packing": True, "packing_strategy": "wrapped", "lora": True, "rows": masked_rows(27)}
     runs = [run_sft(library, model_type, **config) for library in (unsloth_trl, trl)]
     assert not runs[0].trainer.patch_report["attention"].applied
@@ -169,7 +169,7 @@ def test_trl_mixes_packed_samples(model_type):
     once = {"rows": rows, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     flat = {"padding_free": True, "max_length": None}
     padded = run_sft(trl, model_type, **once).logs[0]
-    assert abs(run_sft(trl, model_type, **once, **flat).logs[0]["grad_norm"] / padded["grad_norm"] - 1) > 1e-2
+    assert abs(run_sft(trl, model_type, **once, **flat).logs[0]["grad_norm"] / padded["grad_norm"] - 1) > 1e-3
     ours = run_sft(unsloth_trl, model_type, **once, **flat).logs[0]
     assert ours["grad_norm"] == pytest.approx(padded["grad_norm"], rel=TOLERANCE)
 
@@ -191,7 +191,13 @@ def test_evaluation_equals_trl(model_type, packing):
         first = trainer.evaluate()
         trainer.train()
         results.append((first, trainer.evaluate(), training_logs(trainer)))
-    timing = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
+    timing = (
+        "eval_model_preparation_time",
+        "eval_runtime",
+        "eval_samples_per_second",
+        "eval_steps_per_second",
+        "epoch",
+    )
     for ours, expected in zip(results[0][:2], results[1][:2], strict=True):
         assert ours.keys() == expected.keys() >= {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"}
         for key in expected.keys() - set(timing):

@@ -11,6 +11,7 @@ import pytest
 
 import unsloth_trl
 from tests.packaging.one_step import one_step_loss
+from tests.packaging.snapshot import changes, snapshot
 
 
 ROOT = Path(__file__).parents[2]
@@ -46,52 +47,11 @@ ours = {name for name in sys.modules if name.split(".")[0] == "unsloth_trl"}
 assert ours == {"unsloth_trl"}, ours
 """
 
-# What people use from these libraries, and what a package like this could be tempted to replace.
-LIBRARIES = (
-    "accelerate",
-    "accelerate.hooks",
-    "accelerate.utils",
-    "peft",
-    "peft.peft_model",
-    "peft.tuners.lora.layer",
-    "peft.tuners.lora.model",
-    "peft.tuners.tuners_utils",
-    "torch",
-    "torch.autograd",
-    "torch.cuda",
-    "torch.nn",
-    "torch.nn.functional",
-    "torch.nn.modules.linear",
-    "torch.utils.checkpoint",
-    "torch.utils.data",
-    "transformers.attention",
-    "transformers.integrations.moe",
-    "transformers.integrations.sdpa_attention",
-    "transformers.masking_utils",
-    "transformers.modeling_flash_attention_utils",
-    "transformers.modeling_utils",
-    "transformers.models.gemma2.modeling_gemma2",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.trainer",
-    "transformers.training_args",
-    "trl",
-    "trl.data_utils",
-    "trl.trainer.base_trainer",
-    "trl.trainer.grpo_trainer",
-    "trl.trainer.sft_config",
-    "trl.trainer.sft_trainer",
-    "trl.trainer.utils",
-)
-# Python keeps these for itself, and fills them when they are first asked for.
-_CACHES = {"__annotations__", "_abc_impl", "__abstractmethods__", "__subclasshook__", "__weakref__", "__dict__"}
 
-
-def run_python(code: str, *arguments: str, cwd: Path, **environment: str) -> str:
+def run_python(code: str, *arguments: str, cwd: Path, inherit: bool = True, **environment: str) -> str:
     """What `code` prints in a fresh interpreter; this repository's root is on its path."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"} | environment
+    inherited = os.environ if inherit else {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    env = inherited | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"} | environment
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -120,7 +80,8 @@ def test_import_takes_no_time(tmp_path):
 
 
 def test_import_has_no_side_effect(tmp_path):
-    run_python(f"HEAVY = {HEAVY}\n{NO_SIDE_EFFECTS}", cwd=tmp_path)
+    # a variable that this process got from its own import must not be there already
+    run_python(f"HEAVY = {HEAVY}\n{NO_SIDE_EFFECTS}", cwd=tmp_path, inherit=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -146,34 +107,9 @@ def test_the_folder_does_not_import_under_its_own_name():
     assert "import `unsloth_trl.patches`, not `patches`" in printed
 
 
-def snapshot() -> dict[tuple[str, str], object]:
-    """Every public function and class of `LIBRARIES` and every member of those classes, under its name."""
-    members = {}
-    for name in LIBRARIES:
-        module = importlib.import_module(name)
-        for attribute, value in list(vars(module).items()):
-            if not callable(value):
-                continue
-            members[name, attribute] = value
-            if inspect.isclass(value) and value.__module__.split(".")[0] in HEAVY:
-                for member, defined in list(vars(value).items()):
-                    # plain data (counters, caches) changes in normal use
-                    if member not in _CACHES and (callable(defined) or hasattr(defined, "__get__")):
-                        members[f"{value.__module__}.{value.__qualname__}", member] = defined
-    return members
-
-
-def changes(before: dict) -> list[str]:
-    after = snapshot()
-    changed = [f"{owner}.{name} changed" for (owner, name), value in before.items() if after.get((owner, name)) is not value]
-    # a module may load more of itself, as transformers does; a class does not grow
-    classes = {owner for owner, _ in before} - set(LIBRARIES)
-    return changed + [f"{o}.{n} is new" for o, n in after if o in classes and (o, n) not in before]
-
-
 REPLACES_NOTHING = """
 import sys
-from tests.packaging.test_import import changes, snapshot
+from tests.packaging.snapshot import changes, snapshot
 import torch, transformers, trl, peft
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -181,8 +117,11 @@ from transformers.masking_utils import AttentionMaskInterface
 def mappings():
     return dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
 
-for name in [name for name in sys.modules if name.split(".")[0] == "unsloth_trl"]:
-    assert name == "unsloth_trl", name
+from tests.tiny import tiny_model
+tiny_model("llama")  # transformers adds a method to torch.nn.Module when it initialises a model
+assert not [name for name in sys.modules if name.split(".")[0] == "unsloth_trl"]
+# loaded when they are first asked for
+trl.SFTTrainer, trl.SFTConfig, trl.GRPOTrainer, transformers.Trainer, transformers.PreTrainedModel, peft.PeftModel
 before, (attention, masks) = snapshot(), mappings()
 assert len(before) > 3000, len(before)
 for owner, name in [
@@ -195,7 +134,8 @@ for owner, name in [
     assert (owner, name) in before, (owner, name)
 
 from unsloth_trl import *
-import unsloth_trl.models.support, unsloth_trl.data, unsloth_trl.patches.attention.patch, unsloth_trl.patches.lm_head.patch
+import unsloth_trl.data, unsloth_trl.models.smollm2, unsloth_trl.models.support
+import unsloth_trl.patches.attention.patch, unsloth_trl.patches.lm_head.patch
 assert not changes(before), changes(before)
 assert mappings() == (attention, masks)
 
@@ -212,9 +152,7 @@ assert added and all("unsloth_trl" in name for name in added), added
 def test_nothing_of_another_library_is_replaced(tmp_path):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
-    # the import of this module brings in the package, but none of its trainers
-    code = REPLACES_NOTHING.replace("from tests.packaging.test_import", "from tests.packaging.test_import")
-    run_python(code, str(tmp_path / "out"), cwd=cwd)
+    run_python(REPLACES_NOTHING, str(tmp_path / "out"), cwd=cwd)
 
 
 def test_snapshot_sees_a_replacement(monkeypatch):

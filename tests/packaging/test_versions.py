@@ -57,7 +57,9 @@ def test_missing_library_is_named(install):
         versions.check_versions()
 
 
-@pytest.mark.parametrize("found", ["1.16.0", "1.16", "1.16.0.dev0", "1.16.0rc1", "1.100.2", "2.0.0", "1.17.0a0+git1a2b3"])
+@pytest.mark.parametrize(
+    "found", ["1.16.0", "1.16", "1.16.0.dev0", "1.16.0rc1", "1.100.2", "2.0.0", "1.17.0a0+git1a2b3"]
+)
 def test_new_enough(install, found):
     install(trl=found)
     versions.check_versions()

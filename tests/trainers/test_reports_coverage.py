@@ -1,0 +1,122 @@
+"""Which test holds for which public report: B01 to B17, B70, B73 to B77 and B85 to B88 of the first slice."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+
+# A path is one test; anything else says why the fault cannot occur in this package now.
+COVERAGE = {
+    "B01": [
+        "tests/trainers/test_reports_packing.py::test_b01_samples_of_a_row_do_not_see_each_other",
+        "tests/trainers/test_reports_packing.py::test_b01_no_gradient_crosses_the_boundary",
+        "tests/invariant/test_packed_equals_unpacked.py::test_bfd_equals_unpacked",
+    ],
+    "B02": ["tests/trainers/test_reports_packing.py::test_b02_whatever_else_is_in_the_batch"],
+    "B03": ["tests/trainers/test_reports_packing.py::test_b03_several_packed_rows_in_a_batch_and_the_next_batch"],
+    "B04": ["tests/trainers/test_sft.py::test_boundaries_reach_the_collator"],
+    "B05": [
+        "tests/data/test_collators.py::test_completion_labels_survive_bfd",
+        "tests/trainers/test_sft.py::test_a_conversation_trains_the_assistant_only",
+    ],
+    "B06": [
+        "tests/data/test_accounting.py::test_bfd_drops_the_overflow_and_says_how_much",
+        "tests/data/test_accounting.py::test_bfd_split_requeues_the_overflow",
+    ],
+    "B07": ["tests/data/test_accounting.py::test_short_max_length"],
+    "B08": [
+        "tests/data/test_collators.py::test_pad_to_multiple_of_adds_one_closing_segment",
+        "tests/trainers/test_reports_packing.py::test_b08_padding_does_not_change_the_real_tokens",
+    ],
+    "B09": [
+        "tests/trainers/test_reports_packing.py::test_b09_positions_with_several_axes_are_no_boundaries",
+        "tests/trainers/test_reports_packing.py::test_b09_a_layout_of_another_batch_is_refused",
+    ],
+    "B10": [
+        "tests/models/test_support.py::test_every_stateful_model_of_transformers_is_named",
+        "tests/models/test_support.py::test_stateful_models_do_mix_samples_when_packed",
+        "tests/trainers/test_reports_packing.py::test_b10_a_model_with_state_is_refused",
+        "tests/trainers/test_sft.py::test_an_architecture_that_loses_the_layout_is_an_error",
+    ],
+    "B11": ["tests/trainers/test_reports_packing.py::test_b11_eval_loss_does_not_depend_on_eval_packing"],
+    "B12": ["tests/trainers/test_reports_packing.py::test_b12_no_mask_over_all_tokens"],
+    "B13": ["tests/trainers/test_reports_packing.py::test_b13_the_loss_is_the_mean_over_tokens"],
+    "B14": ["tests/trainers/test_reports_loss.py::test_b14_loss_does_not_depend_on_accumulation"],
+    "B15": [
+        "tests/trainers/test_reports_loss.py::test_b15_each_window_gets_its_own_count",
+        "tests/trainers/test_reports_loss.py::test_b15_packed_rows_count_their_labels_and_not_their_boundaries",
+    ],
+    "B16": "GRPO only: this package has no GRPO trainer yet",
+    "B17": ["tests/trainers/test_reports_loss.py::test_b17_twenty_steps_equal_trl"],
+    "B70": [
+        "tests/packaging/test_import.py::test_trains_without_gpu_triton_and_bitsandbytes",
+        "tests/packaging/test_import.py::test_trains_with_triton_but_without_gpu",
+        "tests/trainers/test_reports_environment.py::test_b70_the_default_config_works_without_a_gpu",
+        "tests/trainers/test_sft.py::test_without_arguments",
+    ],
+    "B73": [
+        "tests/trainers/test_reports_environment.py::test_b73_a_t4_trains_in_fp16_by_default",
+        "tests/trainers/test_reports_environment.py::test_b73_bf16_on_a_t4_is_one_line",
+    ],
+    "B74": [
+        "tests/trainers/test_reports_environment.py::test_b74_fp32_on_a_t4_stays_fp32",
+        "tests/trainers/test_reports_environment.py::test_b74_no_autocast_without_either_flag",
+        "tests/trainers/test_reports_environment.py::test_b74_precision_does_not_leak_into_the_next_trainer",
+        "tests/trainers/test_reports_environment.py::test_b74_large_activations_stay_finite_in_fp32",
+    ],
+    "B75": "no Triton kernel of our own yet; torch's FlashAttention is taken from sm_80 on only",
+    "B76": [
+        "tests/packaging/test_sources.py::test_rewrites_nothing",
+        "tests/packaging/test_versions.py::test_too_old_is_named_with_both_versions",
+        "tests/packaging/test_signatures.py::test_overridden_method_is_the_one_it_was_written_for",
+    ],
+    "B77": [
+        "tests/packaging/test_import.py::test_import_order_does_not_matter",
+        "tests/packaging/test_import.py::test_nothing_of_another_library_is_replaced",
+    ],
+    "B85": [
+        "tests/trainers/test_reports_memory.py::test_b85_evaluation_keeps_no_logits",
+        "tests/trainers/test_reports_memory.py::test_b85_only_what_is_preprocessed_is_kept",
+    ],
+    "B86": [
+        "tests/trainers/test_reports_loss.py::test_b86_metrics_and_logits_with_the_fused_head",
+        "tests/trainers/test_sft.py::test_compute_metrics",
+    ],
+    "B87": [
+        "tests/trainers/test_reports_memory.py::test_b87_nothing_grows_with_the_number_of_split_patterns",
+        "tests/trainers/test_reports_memory.py::test_b87_a_trainer_that_is_gone_leaves_its_model_free",
+    ],
+    "B88": [
+        "tests/trainers/test_reports_loss.py::test_b88_entropy_where_labels_are_predicted",
+        "tests/trainers/test_reports_loss.py::test_b88_boundaries_are_left_out",
+    ],
+}
+
+REPORTS = [*range(1, 18), 70, *range(73, 78), *range(85, 89)]
+
+
+def test_every_report_is_listed():
+    assert list(COVERAGE) == [f"B{number:02}" for number in REPORTS]
+
+
+@pytest.mark.parametrize("report", COVERAGE)
+def test_the_named_tests_exist(report):
+    tests = COVERAGE[report]
+    if isinstance(tests, str):
+        assert len(tests) > 20, "say why"
+        return
+    for test in tests:
+        path, _, name = test.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+def test_reports_in_test_names_are_listed_here():
+    """A test called test_b14_... stands under B14."""
+    for path in (ROOT / "tests" / "trainers").glob("test_reports_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_b") and node.name[6:8].isdigit():
+                assert f"B{node.name[6:8]}" in COVERAGE, node.name
