@@ -26,6 +26,8 @@ OVERRIDDEN = {
         "dataset_name",
     ],
     (SFTTrainer, "_prepare_inputs"): ["self", "inputs"],
+    (SFTTrainer, "_remove_unused_columns"): ["self", "dataset", "description"],
+    (SFTTrainer, "floating_point_ops"): ["self", "inputs"],
     (SFTTrainer, "compute_loss"): ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     (SFTTrainer, "training_step"): ["self"],
     (SFTTrainer, "train"): ["self"],

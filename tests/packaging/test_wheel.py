@@ -97,7 +97,7 @@ def test_unpacked_wheel_imports(wheel, tmp_path):
         archive.extractall(site)
     code = (
         "import unsloth_trl\n"
-        "from unsloth_trl import PackedLayout, SFTConfig, SFTTrainer, apply_patches\n"
+        "from unsloth_trl import PackedLayout, PatchConfig\n"
         "import unsloth_trl.patches.layout as layout\n"
         "assert PackedLayout([3, 2]).cu_seqlens.tolist() == [0, 3, 5]\n"
         "print(unsloth_trl.__file__)\nprint(layout.__file__)"

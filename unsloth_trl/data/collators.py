@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -86,14 +87,14 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
         multiple = self.pad_to_multiple_of or 1
         pad_to = -(-num_tokens // multiple) * multiple
         layout = PackedLayout.from_rows(seq_lengths, row_lengths, pad_to=pad_to, cached=self.cached)
-        input_ids = torch.full((1, pad_to), self.pad_token_id, dtype=torch.int64)
-        labels = torch.full((1, pad_to), IGNORE, dtype=torch.int64)
+        input_ids = np.full((1, pad_to), self.pad_token_id, dtype=np.int64)
+        labels = np.full((1, pad_to), IGNORE, dtype=np.int64)
         start = 0
         for example, n in zip(examples, row_lengths, strict=True):
-            ids = torch.as_tensor(example["input_ids"])
-            input_ids[0, start : start + n] = ids
-            labels[0, start : start + n] = torch.as_tensor(example["labels"]) if "labels" in example else ids
+            input_ids[0, start : start + n] = example["input_ids"]
+            labels[0, start : start + n] = example.get("labels", example["input_ids"])
             start += n
+        input_ids, labels = torch.from_numpy(input_ids), torch.from_numpy(labels)
         # the first token of a segment would be predicted from the segment before it
         labels[layout.position_ids == 0] = IGNORE
         return {"input_ids": input_ids, "labels": labels, "packed_layout": layout}
