@@ -100,6 +100,7 @@ class PackedLayout:
         self._buffer = self._build(size)
         self._by_device: dict[torch.device, PackedLayout] = {}
         self._derived: dict = {}
+        self.reached: set[str] = set()  # the ops that have read this layout, on whichever device
 
     def _build(self, size: int) -> torch.Tensor:
         starts = []  # position of each segment's first token

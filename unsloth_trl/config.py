@@ -1,6 +1,6 @@
 """Configuration of the trainers: TRL's, plus the switches of this package."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -50,6 +50,10 @@ class PatchArguments:
 
     def _check_patch_arguments(self) -> None:
         PatchConfig.from_args(self)  # raises for a value it does not know
+        for switch in fields(PatchArguments):
+            value = getattr(self, switch.name)
+            if switch.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{switch.name}={value!r} is not a bool; set True or False")
         if self.patches not in ("auto", "none"):
             raise ValueError(f"patches={self.patches!r} is unknown; choose 'auto' or 'none'")
         if self.strict and self.allow_unverified:
@@ -67,7 +71,24 @@ class SFTConfig(PatchArguments, trl.SFTConfig):
 
     def __post_init__(self):
         self._check_patch_arguments()
+        self._choose_precision()
         on_gpu = torch.cuda.is_available() and not self.use_cpu
         if self.accelerator_config is None and self.dataloader_pin_memory and on_gpu:
             self.accelerator_config = {"non_blocking": True}
         super().__post_init__()
+
+    def _choose_precision(self) -> None:
+        """TRL's default is bf16 everywhere; this is for machines that have none, where TRL emulates it or raises."""
+        if self.use_cpu:
+            return
+        # torch counts emulated bf16 as supported: slow, and no kernel here has it
+        if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+            if self.bf16:
+                raise ValueError(
+                    f"bf16=True needs a GPU from Ampere (sm_80) on, this one is a {torch.cuda.get_device_name()}; "
+                    "set fp16=True, or bf16=False for fp32"
+                )
+            if self.bf16 is None:
+                self.bf16, self.fp16 = False, True
+        elif self.bf16 is None and not torch.accelerator.is_available():
+            self.bf16 = False

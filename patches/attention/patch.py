@@ -85,6 +85,7 @@ def _packed_attention(
     backend: str, query, key, value, layout: PackedLayout, *, scale, window, softcap, sinks, dropout, position_ids
 ) -> torch.Tensor:
     """Shapes as transformers passes them, `(batch, heads, seq_len, dim)`; returns `(batch, seq_len, heads, v_dim)`."""
+    layout.reached.add("attention")
     if not layout.cached:
         layout = PackedLayout.from_position_ids(layout.position_ids if position_ids is None else position_ids)
     if layout.parents is not None:
@@ -203,11 +204,35 @@ def prepare_packed_call(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     if kwargs.get("position_ids") is None and len(args) < 3:
         kwargs["position_ids"] = layout.position_ids
     kwargs["use_cache"] = False
+    layout.reached.clear()
     return args, kwargs
 
 
-def _decoder_pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return prepare_packed_call(args, kwargs)
+def check_packed_call(module: nn.Module, layout: PackedLayout | None) -> None:
+    """
+    Raises:
+        ValueError: If the decoder `module` has run with `layout` and none of its attention layers has read it.
+    """
+    if layout is not None and "attention" not in layout.reached:
+        raise ValueError(
+            f"packed_layout did not reach the attention of {type(module).__name__}: its layers do not pass it on, "
+            "so the samples of a row would mix. Set packing=False and padding_free=False"
+        )
+
+
+class _LayoutGuard:
+    """
+    The decoder's hooks: arguments for a packed call, and an error if its layout reached no attention.
+
+    Layers that do not hand unknown keywords on, and models that compute their attention themselves, would train on
+    rows without boundaries.
+    """
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return prepare_packed_call(args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        check_packed_call(module, kwargs.get("packed_layout"))
 
 
 class PackedLayoutHook(ModelHook):
@@ -218,7 +243,14 @@ class PackedLayoutHook(ModelHook):
     """
 
     def pre_forward(self, module: nn.Module, *args, **kwargs):
-        return prepare_packed_call(args, kwargs)
+        args, kwargs = prepare_packed_call(args, kwargs)
+        self._layout = kwargs.get("packed_layout")
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any):
+        check_packed_call(module, self._layout)
+        self._layout = None
+        return output
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:
@@ -261,10 +293,15 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     before = _implementations(model)
     model.set_attn_implementation(dict.fromkeys(before, NAMES[config.attention_backend]))
     decoder = text_decoder(model)
-    handle = decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True)
+    guard = _LayoutGuard()
+    handles = [
+        decoder.register_forward_pre_hook(guard.before, with_kwargs=True),
+        decoder.register_forward_hook(guard.after, with_kwargs=True),
+    ]
 
     def undo(model: PreTrainedModel) -> None:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         model.set_attn_implementation(before)
 
     path = next((name for name, module in model.named_modules() if module is decoder), "")

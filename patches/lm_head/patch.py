@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import weakref
 
 import torch
 from torch import nn
@@ -95,16 +96,20 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         return PatchEntry("lm_head", (), reason)
     forward = LabelledForward(model)
     model.forward = forward
-    inner = forward.inner
+    # the report outlives the trainer: it must not keep the model alive
+    installed = weakref.ref(forward)
 
     def undo(model: PreTrainedModel) -> None:
+        forward = installed()
+        if forward is None:
+            return
         if model.__dict__.get("forward") is not forward:
             # somebody wrapped it since: stay as a plain pass-through inside that wrapper
             forward.active = False
-        elif inner is None:
+        elif forward.inner is None:
             del model.forward
         else:
-            model.forward = inner
+            model.forward = forward.inner
 
     return PatchEntry(
         "lm_head",

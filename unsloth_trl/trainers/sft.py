@@ -31,11 +31,11 @@ class _RestoreNanFilter(TrainerCallback):
     def __init__(self, value: bool):
         self.value = value
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def _restore(self, args, state, control, **kwargs):
         args.logging_nan_inf_filter = self.value
 
-    def on_substep_end(self, args, state, control, **kwargs):
-        args.logging_nan_inf_filter = self.value
+    # whichever the Trainer calls first after a micro-step
+    on_pre_optimizer_step = on_substep_end = on_step_end = _restore
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -75,12 +75,18 @@ class SFTTrainer(trl.SFTTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = SFTConfig(f"{name.split('/')[-1]}-SFT")
+        elif not isinstance(args, trl.SFTConfig):
+            # as TRL does with plain TrainingArguments, into a config that has the fields looked at here
+            args = SFTConfig(**(args.to_dict() | {"hub_token": args.hub_token}))
         self._patched = getattr(args, "patches", "auto") != "none"
         if self._patched:
             args = _with_supported_packing(model, args)
             if not isinstance(model, str) and (earlier := current_report(model)) is not None:
                 # before TRL wraps this model's forward again
                 earlier.remove()
+        train_dataset = trl_args[0] if trl_args else trl_kwargs.get("train_dataset")
+        if isinstance(train_dataset, Dataset) and not len(train_dataset):
+            raise ValueError("the train dataset is empty")  # TRL looks at its first row
         super().__init__(model, args, data_collator, *trl_args, **trl_kwargs)
         self._device_metrics = DeviceMetrics(self.accelerator)
         self._modules: list[torch.nn.Module] = []  # of the model being trained, for `training_step`
@@ -100,7 +106,11 @@ class SFTTrainer(trl.SFTTrainer):
         self.patch_report = apply_patches(self.model, config, skip=skip)
         self._report_trainer(refusal)
         self._nan_filter = self.args.logging_nan_inf_filter
-        self.add_callback(_RestoreNanFilter(self._nan_filter))
+        # before the user's callbacks
+        self.callback_handler.callbacks.insert(0, _RestoreNanFilter(self._nan_filter))
+        if not refusal and self._standard_loss:
+            # the loss below divides by the labels of the window, whatever keywords the model's own forward takes
+            self.model_accepts_loss_kwargs = True
 
     @property
     def _packs(self) -> bool:
@@ -175,6 +185,16 @@ class SFTTrainer(trl.SFTTrainer):
         if self._flops_per_token is None:
             self._flops_per_token = super().floating_point_ops(inputs) / inputs["input_ids"].numel()
         return self._flops_per_token * inputs["input_ids"].numel()
+
+    # A subclass may set other columns; without its boundaries a packed row would be trained as one sample.
+    @property
+    def _signature_columns(self) -> list[str] | None:
+        return self._columns
+
+    @_signature_columns.setter
+    def _signature_columns(self, columns: list[str] | None) -> None:
+        lost = columns is not None and "seq_lengths" not in columns
+        self._columns = [*columns, "seq_lengths"] if lost else columns
 
     def _prepare_inputs(self, inputs):
         inputs = super()._prepare_inputs(inputs)
