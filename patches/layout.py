@@ -202,8 +202,10 @@ class PackedLayout:
                 "layout of this batch, and no prefix or virtual tokens with it"
             )
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedLayout":
+    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> "PackedLayout":
         """This layout on `device`, one copy at most; asked again for the same device, the same object."""
+        if device is None:  # accelerate's root hook passes it on to say "wherever it is", as tensors take it
+            return self
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self

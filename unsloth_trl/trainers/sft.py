@@ -108,8 +108,10 @@ class SFTTrainer(trl.SFTTrainer):
         self._nan_filter = self.args.logging_nan_inf_filter
         # before the user's callbacks
         self.callback_handler.callbacks.insert(0, _RestoreNanFilter(self._nan_filter))
-        if not refusal and self._standard_loss:
-            # the loss below divides by the labels of the window, whatever keywords the model's own forward takes
+        declared = getattr(base_model(self.model), "accepts_loss_kwargs", None)
+        if not refusal and self._standard_loss and declared is None:
+            # the loss below divides by the labels of the window, whatever keywords the model's own forward takes;
+            # a class that declares itself keeps what TRL makes of that
             self.model_accepts_loss_kwargs = True
 
     @property
