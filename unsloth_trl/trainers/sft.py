@@ -147,7 +147,9 @@ class SFTTrainer(trl.SFTTrainer):
         else:
             what = "packed rows with their boundaries" if self._packs else "padded rows"
             report.add(PatchEntry("collator", ("data_collator",), f"{what}, labelled positions", undo=_keep))
-        if self._standard_loss:
+        if refusal or not self.data_collator.cached:
+            report.add(PatchEntry("metrics", (), "no labelled positions come with the batches: TRL's path"))
+        elif self._standard_loss:
             report.add(PatchEntry("metrics", ("log",), "on the device until they are logged", undo=_keep))
         else:
             report.add(PatchEntry("metrics", (), "a loss of your own, label smoothing or DeepSpeed SP: TRL's path"))
