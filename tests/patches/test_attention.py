@@ -1,5 +1,4 @@
 import functools
-import shutil
 
 import pytest
 import torch
@@ -302,10 +301,8 @@ def test_op_gradcheck():
     assert torch.autograd.gradcheck(lambda q, k, v: op(q, k, v, *rest)[0], (query, key, value))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_op_compiles_without_a_break(backend):
-    if backend == "inductor" and shutil.which("gcc") is None:
-        pytest.skip("inductor needs a C++ compiler")
+def test_op_compiles_without_a_break():
+    # through the compiler's graph, fakes and autograd; code generation is tested on a GPU, where the op is used
     torch._dynamo.reset()
     seqlens = LAYOUTS["ragged"]
     *tensors, grad_out = draw(seqlens, HEADS["mla-16-12"], dtype=torch.float32)
@@ -314,10 +311,7 @@ def test_op_compiles_without_a_break(backend):
     def function(q, k, v):
         return flash_attn_varlen(q * 2, k, v, layout, scale=0.3, window=3) + 1
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    if backend == "inductor":  # its backward takes half a minute of gcc
-        torch.testing.assert_close(compiled(*tensors), function(*tensors), rtol=1e-5, atol=1e-6)
-        return
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for a, e in zip(
         with_gradients(compiled, *tensors, grad_out=grad_out),
         with_gradients(function, *tensors, grad_out=grad_out),
