@@ -48,7 +48,9 @@ class PlainLoraForward:
         layer = self.layer
         adapters = layer.active_adapters
         name = adapters[0] if len(adapters) == 1 else None
-        if args or kwargs or name not in layer.lora_A or layer.disable_adapters or layer.merged:
+        # read at every call: an adapter added since may have dropout or a variant
+        plain = name in layer.lora_A and name not in layer.lora_variant and _is_identity(layer.lora_dropout[name])
+        if args or kwargs or not plain or layer.disable_adapters or layer.merged:
             return type(layer).forward(layer, x, *args, **kwargs)
         result = layer.base_layer(x)
         lora_A, lora_B = layer.lora_A[name], layer.lora_B[name]
@@ -63,7 +65,11 @@ def _is_plain(layer: nn.Module) -> bool:
 
 def _has_dropout(layer: LoraLayer) -> bool:
     # dropout draws another mask on another dtype
-    return any(not isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
+    return not all(_is_identity(dropout) for dropout in layer.lora_dropout.values())
+
+
+def _is_identity(dropout: nn.Module) -> bool:
+    return isinstance(dropout, nn.Identity)
 
 
 def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:

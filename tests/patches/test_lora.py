@@ -1,0 +1,100 @@
+"""Plain LoRA layers without needless casts: bit for bit PEFT's under autocast, PEFT's own path for anything else."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.tiny import lora_config, tiny_model
+from unsloth_trl import PatchConfig, apply_patches
+
+
+IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+SKIP = {"attention": "not tested here", "lm_head": "not tested here"}
+
+
+def model_with_lora(config, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model("llama").to(dtype), config)
+    fill(model)
+    return model
+
+
+def fill(model):
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+
+def run(model, autocast=True, seed=0):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def equal(a, b):
+    return len(a) == len(b) > 1 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_autocast_is_bit_for_bit_pefts():
+    model = model_with_lora(LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"]))
+    stock, stock_plain = run(model), run(model, autocast=False)
+    report = apply_patches(model, PatchConfig(), skip=SKIP)
+    assert report["lora"].applied
+    assert equal(run(model), stock)
+    assert equal(run(model, autocast=False), stock_plain)
+    report.remove()
+    assert equal(run(model), stock)
+    assert not any("forward" in m.__dict__ or "_cast_input_dtype" in m.__dict__ for m in model.modules())
+
+
+def test_scaling_inside_the_addition():
+    model = model_with_lora(lora_config("llama"), torch.float32)
+    stock = run(model, autocast=False)
+    apply_patches(model, PatchConfig(), skip=SKIP)
+    for a, e in zip(run(model, autocast=False), stock, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("added", [{"lora_dropout": 0.5}, {"use_dora": True}], ids=["dropout", "dora"])
+def test_an_adapter_added_later_runs_as_in_peft(added):
+    model = model_with_lora(LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]), torch.float32)
+    report = apply_patches(model, PatchConfig(), skip=SKIP)
+    model.add_adapter("other", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **added))
+    model.set_adapter("other")
+    fill(model)
+    model.train()
+    patched = run(model, autocast=False)
+    report.remove()
+    assert equal(patched, run(model, autocast=False))
+
+
+def test_disabled_merged_and_copied():
+    model = model_with_lora(lora_config("llama"), torch.float32)
+    with torch.no_grad():
+        with model.disable_adapter():
+            base = model(input_ids=IDS).logits
+        tuned = model(input_ids=IDS).logits
+        apply_patches(model, PatchConfig(), skip=SKIP)
+        with model.disable_adapter():
+            assert torch.equal(model(input_ids=IDS).logits, base)
+        model.merge_adapter()
+        torch.testing.assert_close(model(input_ids=IDS).logits, tuned, rtol=1e-4, atol=1e-4)
+        model.unmerge_adapter()
+        twin = copy.deepcopy(model)
+        for name, parameter in twin.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+        torch.testing.assert_close(twin(input_ids=IDS).logits, base, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(input_ids=IDS).logits, tuned, rtol=1e-4, atol=1e-4)
+    assert (tuned - base).abs().max() > 0.1
+
+
+def test_dropout_and_switch_are_reported():
+    model = model_with_lora(LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1))
+    assert "lora_dropout=0" in apply_patches(model, PatchConfig(), skip=SKIP)["lora"].detail
+    assert apply_patches(model, PatchConfig(lean_lora=False), skip=SKIP)["lora"].detail == "lean_lora=False"
