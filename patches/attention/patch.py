@@ -220,19 +220,14 @@ def check_packed_call(module: nn.Module, layout: PackedLayout | None) -> None:
         )
 
 
-class _LayoutGuard:
-    """
-    The decoder's hooks: arguments for a packed call, and an error if its layout reached no attention.
+def _decoder_pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return prepare_packed_call(args, kwargs)
 
-    Layers that do not hand unknown keywords on, and models that compute their attention themselves, would train on
-    rows without boundaries.
-    """
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return prepare_packed_call(args, kwargs)
-
-    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        check_packed_call(module, kwargs.get("packed_layout"))
+def _decoder_hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    # layers that do not hand unknown keywords on, and models that compute their attention themselves, would train on
+    # rows without boundaries
+    check_packed_call(module, kwargs.get("packed_layout"))
 
 
 class PackedLayoutHook(ModelHook):
@@ -293,10 +288,9 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     before = _implementations(model)
     model.set_attn_implementation(dict.fromkeys(before, NAMES[config.attention_backend]))
     decoder = text_decoder(model)
-    guard = _LayoutGuard()
     handles = [
-        decoder.register_forward_pre_hook(guard.before, with_kwargs=True),
-        decoder.register_forward_hook(guard.after, with_kwargs=True),
+        decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True),
+        decoder.register_forward_hook(_decoder_hook, with_kwargs=True),
     ]
 
     def undo(model: PreTrainedModel) -> None:
