@@ -96,27 +96,8 @@ SHAPES = {
             "decoder_sparse_step": 1,
         },
     ),
-    "qwen3-30b-a3b": (
-        Qwen3MoeConfig,
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1e6,
-            "decoder_sparse_step": 1,
-        },
-    ),
 }
+SHAPES["qwen3-30b-a3b"] = (Qwen3MoeConfig, {**SHAPES["qwen3-30b-a3b-12l"][1], "num_hidden_layers": 48})
 
 
 def config(name: str):
