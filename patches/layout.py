@@ -35,6 +35,8 @@ class PackedLayout:
             Tokens of the closing padding segment.
         max_seqlen (`int`):
             Longest segment, rounded up to `max_seqlen_multiple`.
+        max_context (`int`):
+            Most tokens that a token may see: the longest segment together with its ancestors.
         cu_seqlens (`torch.Tensor` of shape `(num_segments + 1,)` or longer, int32):
             Segment boundaries. A static size repeats the last value: zero-length segments.
         position_ids (`torch.Tensor` of shape `(1, num_tokens)`, int64):
@@ -107,6 +109,7 @@ class PackedLayout:
         for i, _ in enumerate(self.seqlens):
             parent = NO_PARENT if self.parents is None else self.parents[i]
             starts.append(0 if parent == NO_PARENT else starts[parent] + self.seqlens[parent])
+        self.max_context = max((a + n for a, n in zip(starts, self.seqlens, strict=True)), default=0)
         buffer = torch.empty(self.num_tokens + (size + 1) // 2, dtype=torch.int64)
         lengths = torch.tensor(self.seqlens, dtype=torch.int64)
         ends = lengths.cumsum(0)

@@ -130,6 +130,21 @@ def device_supports_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def pad_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """
+    The kernel wants one head size, a multiple of 8; zeros change neither the scores nor the other columns.
+
+    Args:
+        query, key (`torch.Tensor` of shape `(num_tokens, heads, head_dim)`): Queries and keys.
+        value (`torch.Tensor` of shape `(num_tokens, heads, v_head_dim)`): Values.
+
+    Returns:
+        The three with one last dimension.
+    """
+    size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    return tuple(x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+
+
 def flash_attn_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -158,14 +173,9 @@ def flash_attn_varlen(
         ValueError: If the layout does not have this many tokens.
     """
     layout.check(query.shape[0])
-    head_dim, v_head_dim = query.shape[-1], value.shape[-1]
-    # the kernel wants one head size, a multiple of 8; zeros change neither the scores nor the other columns
-    padded = -(-max(head_dim, v_head_dim) // 8) * 8
-    if padded != head_dim:
-        query, key = F.pad(query, (0, padded - head_dim)), F.pad(key, (0, padded - head_dim))
-    if padded != v_head_dim:
-        value = F.pad(value, (0, padded - v_head_dim))
+    v_head_dim = value.shape[-1]
+    query, key, value = pad_heads(query, key, value)
     out, _ = torch.ops.unsloth_trl.flash_attn_varlen(
         query, key, value, layout.cu_seqlens, layout.max_seqlen, scale, window or 0
     )
-    return out if padded == v_head_dim else out[..., :v_head_dim]
+    return out if out.shape[-1] == v_head_dim else out[..., :v_head_dim]

@@ -21,6 +21,7 @@ from ..report import PatchEntry
 from .op import MAX_HEAD_DIM, device_supports_flash, flash_attn_varlen
 from .reference import causal_mask, eager_attention
 from .segments import eager_attend, sdpa_attend, segment_attention
+from .shared import flash_attn_shared, level_refusal
 
 
 # transformers reads meaning into "flash", "sdpa", "flex" and "/" inside a name
@@ -33,9 +34,20 @@ NAMES = {
 
 
 def flash_refusal(
-    query: torch.Tensor, value: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None, dropout: float
+    query: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dropout: float,
 ) -> str | None:
     """Why FlashAttention-2 cannot take this call, or `None` if it can. Head size is the last dimension."""
+    if layout.parents is not None:
+        if window is not None:
+            return f"a window ({window}) that reaches into parent segments"
+        if (order := layout.derived("level_refusal", level_refusal)) is not None:
+            return order
     if softcap is not None:
         return f"soft-capping ({softcap})"
     if sinks is not None:
@@ -58,9 +70,9 @@ def sdpa_refusal(softcap: float | None, sinks: torch.Tensor | None) -> str | Non
     return "attention sinks" if sinks is not None else None
 
 
-def _choose(backend: str, query, value, softcap, sinks, dropout) -> str:
+def _choose(backend: str, query, value, layout, window, softcap, sinks, dropout) -> str:
     refusals = {
-        "flash_attention_2": functools.partial(flash_refusal, query, value, softcap, sinks, dropout),
+        "flash_attention_2": functools.partial(flash_refusal, query, value, layout, window, softcap, sinks, dropout),
         "sdpa": functools.partial(sdpa_refusal, softcap, sinks),
     }
     if backend == "auto":
@@ -86,10 +98,8 @@ def _packed_attention(
 ) -> torch.Tensor:
     """Shapes as transformers passes them, `(batch, heads, seq_len, dim)`; returns `(batch, seq_len, heads, v_dim)`."""
     layout.reached.add("attention")
-    if not layout.cached:
+    if not layout.cached and layout.parents is None:
         layout = PackedLayout.from_position_ids(layout.position_ids if position_ids is None else position_ids)
-    if layout.parents is not None:
-        raise ValueError("packed_layout has segments with parents: this attention serves plain packed rows only")
     query, key, value = _common_dtype(query, key, value)
     batch, _, seq_len, _ = query.shape
     if key.shape[2] != seq_len:
@@ -99,8 +109,12 @@ def _packed_attention(
         )
     layout.check(batch * seq_len)
     layout = layout.to(query.device)
+    if window is not None and window >= layout.max_context:
+        window = None
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    match _choose(backend, query, value, softcap, sinks, dropout):
+    match _choose(backend, query, value, layout, window, softcap, sinks, dropout):
+        case "flash_attention_2" if layout.parents is not None:
+            out = flash_attn_shared(q, k, v, layout, scale=scale)
         case "flash_attention_2":
             out = flash_attn_varlen(q, k, v, layout, scale=scale, window=window)
         case "sdpa":
@@ -134,8 +148,8 @@ def attention_forward(
     """
     The attention function that transformers calls in each layer.
 
-    With `packed_layout`, attention stays within the segments. Without it the call runs as sdpa does, or as eager
-    where sdpa cannot do soft-capping or sinks.
+    With `packed_layout`, attention stays within the segments and their ancestors. Without it the call runs as sdpa
+    does, or as eager where sdpa cannot do soft-capping or sinks.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed_layout is not None:

@@ -446,8 +446,6 @@ def test_wrong_layouts_are_named():
     apply_patches(model)
     with pytest.raises(ValueError, match="packed_layout describes 15 tokens but the attention got 16"):
         model(input_ids=IDS, packed_layout=PackedLayout([7, 8]), position_ids=torch.arange(16)[None])
-    with pytest.raises(ValueError, match="segments with parents"):
-        model(input_ids=IDS, packed_layout=PackedLayout([7, 9], parents=[-1, 0]))
     cache = DynamicCache(config=model.config)
     model(input_ids=IDS, past_key_values=cache)
     with pytest.raises(ValueError, match="packed_layout was given with 16 cached keys; pass use_cache=False"):
