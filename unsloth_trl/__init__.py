@@ -9,6 +9,8 @@ import importlib
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "GRPOConfig": "unsloth_trl.config",
+    "GRPOTrainer": "unsloth_trl.trainers.grpo",
     "PackedLayout": "unsloth_trl.patches.layout",
     "PatchConfig": "unsloth_trl.patches.config",
     "PatchReport": "unsloth_trl.patches.report",
@@ -19,6 +21,8 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
     "PackedLayout",
     "PatchConfig",
     "PatchReport",

@@ -61,6 +61,22 @@ class PatchArguments:
                 "strict=True and allow_unverified=True contradict each other for an unverified architecture; set one"
             )
 
+    def _choose_precision(self) -> None:
+        """TRL's default is bf16 everywhere; this is for machines that have none, where TRL emulates it or raises."""
+        if self.use_cpu:
+            return
+        # torch counts emulated bf16 as supported: slow, and no kernel here has it
+        if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+            if self.bf16:
+                raise ValueError(
+                    f"bf16=True needs a GPU from Ampere (sm_80) on, this one is a {torch.cuda.get_device_name()}; "
+                    "set fp16=True, or bf16=False for fp32"
+                )
+            if self.bf16 is None:
+                self.bf16, self.fp16 = False, True
+        elif self.bf16 is None and not torch.accelerator.is_available():
+            self.bf16 = False
+
 
 @dataclass
 class SFTConfig(PatchArguments, trl.SFTConfig):
@@ -77,18 +93,42 @@ class SFTConfig(PatchArguments, trl.SFTConfig):
             self.accelerator_config = {"non_blocking": True}
         super().__post_init__()
 
-    def _choose_precision(self) -> None:
-        """TRL's default is bf16 everywhere; this is for machines that have none, where TRL emulates it or raises."""
-        if self.use_cpu:
-            return
-        # torch counts emulated bf16 as supported: slow, and no kernel here has it
-        if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-            if self.bf16:
-                raise ValueError(
-                    f"bf16=True needs a GPU from Ampere (sm_80) on, this one is a {torch.cuda.get_device_name()}; "
-                    "set fp16=True, or bf16=False for fp32"
-                )
-            if self.bf16 is None:
-                self.bf16, self.fp16 = False, True
-        elif self.bf16 is None and not torch.accelerator.is_available():
-            self.bf16 = False
+
+@dataclass
+class GRPOConfig(PatchArguments, trl.GRPOConfig):
+    """
+    `trl.GRPOConfig` with the fields of `PatchArguments` and these.
+
+    Args:
+        share_prompts (`bool`, *optional*, defaults to `True`):
+            Process the prompt of a group once. `False` still leaves out padding: each completion with a prompt of its
+            own.
+        balance_tokens (`bool`, *optional*, defaults to `True`):
+            Choose which groups go into one micro-batch so that all have about the same number of tokens. `False` keeps
+            groups together in random order.
+        max_tokens_per_pass (`int`, *optional*):
+            Tokens that the old and reference log-probability passes process at once. By default what TRL's passes
+            would, padding included.
+    """
+
+    share_prompts: bool = field(default=True, metadata={"help": "Process the prompt of a group once."})
+    balance_tokens: bool = field(
+        default=True, metadata={"help": "Choose micro-batches with about the same number of tokens."}
+    )
+    max_tokens_per_pass: int | None = field(
+        default=None, metadata={"help": "Tokens per old or reference pass; by default as many as TRL's with padding."}
+    )
+
+    def __post_init__(self):
+        self._check_patch_arguments()
+        for name in ("share_prompts", "balance_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; set True or False")
+        if self.max_tokens_per_pass is not None and self.max_tokens_per_pass < 1:
+            raise ValueError(
+                f"max_tokens_per_pass={self.max_tokens_per_pass} is less than 1; set None for the default"
+            )
+        if not self.packed_metadata:
+            raise ValueError("packed_metadata=False is an ablation of SFTTrainer; GRPOTrainer always computes it")
+        self._choose_precision()
+        super().__post_init__()

@@ -8,13 +8,9 @@ run with `flash_attention_2`: the flash-attn package, or a stand-in on PYTHONPAT
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -60,6 +56,7 @@ import torch
 from datasets import Dataset
 from models import EXPERTS, LINEARS, build
 from peft import LoraConfig
+from record import provenance
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
 
@@ -188,32 +185,6 @@ s = sorted(times[a.skip : -2] if a.profile else times[a.skip :])
 median = s[len(s) // 2]
 per_batch = a.bs * sum(row_tokens) / len(row_tokens)
 
-
-def version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit():
-    known = os.environ.get("BENCH_COMMIT")
-    if known:
-        return known
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or None
-
-
-packages = [
-    "torch",
-    "triton",
-    "transformers",
-    "trl",
-    "peft",
-    "accelerate",
-    *(["liger-kernel"] if a.mode == "trl_liger" else []),
-    *(["unsloth"] if a.mode == "unsloth" else []),
-]
 result = {
     "mode": a.mode,
     "model": a.model,
@@ -232,10 +203,6 @@ result = {
     "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     "loss_first": losses[:1],
     "loss_last": losses[-1:],
-    "gpu": torch.cuda.get_device_name(),
-    "commit": commit(),
-    "date": datetime.date.today().isoformat(),
-    "versions": {name: version(name) for name in packages},
-    "command": " ".join(["python", "tests/benchmarks/sft.py", *sys.argv[1:]]),
+    **provenance(a.mode, "sft.py"),
 }
 print("RESULT", json.dumps(result), flush=True)

@@ -230,6 +230,44 @@ def check_packing(config: Any, *, strict: bool, allow_unverified: bool, model: A
     return False
 
 
+def check_sharing(config: Any, *, strict: bool, allow_unverified: bool, model: Any = None) -> str | None:
+    """
+    Whether completions of one prompt may share it in a packed row.
+
+    Args:
+        config, strict, allow_unverified, model: As in `check_packing`.
+
+    Returns:
+        `str` or `None`: Why they may not; an `UnsupportedArchitectureWarning` has then said so, or has warned that an
+        unverified architecture shares all the same.
+
+    Raises:
+        `ValueError`: They may not, and `strict` is on.
+    """
+    name = f"model_type '{config.model_type}'"
+    obstacle = _obstacle(config, model)
+    gap = None if obstacle else _gap(config)
+    if obstacle is None and gap is None:
+        return None
+    if gap is not None and allow_unverified:
+        warnings.warn(
+            f"{name} {gap}. allow_unverified=True shares prompts anyway; compare the loss of a few steps with "
+            "share_prompts=False and with patches='none'.",
+            UnsupportedArchitectureWarning,
+            stacklevel=2,
+        )
+        return None
+    reason = f"{name}: {obstacle}" if obstacle else f"{name} {gap}"
+    if strict:
+        raise ValueError(f"{reason}, and strict=True. Set strict=False to train it on TRL's padded rows.")
+    warnings.warn(
+        f"{reason}. It trains on TRL's padded rows: the result is right, but every completion carries its prompt.",
+        UnsupportedArchitectureWarning,
+        stacklevel=2,
+    )
+    return reason
+
+
 def support_table() -> str:
     """`VERIFIED` as the Markdown table of the README."""
     columns = [field.name for field in fields(Support)]

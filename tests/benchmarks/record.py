@@ -1,0 +1,40 @@
+"""What every measured row says about where it comes from."""
+
+import datetime
+import importlib.metadata
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
+OWN = {"trl_liger": ("liger-kernel",), "unsloth": ("unsloth",)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    known = os.environ.get("BENCH_COMMIT")  # where git is not installed
+    if known:
+        return known
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def provenance(mode: str, script: str) -> dict[str, Any]:
+    """GPU, commit, date, versions and command of the row that `script` measures in `mode`."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: _version(name) for name in (*PACKAGES, *OWN.get(mode, ()))},
+        "command": " ".join(["python", f"tests/benchmarks/{script}", *sys.argv[1:]]),
+    }

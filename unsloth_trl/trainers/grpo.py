@@ -1,0 +1,338 @@
+"""`GRPOTrainer`: TRL's trainer with every log-probability pass on packed rows in which a group shares its prompt."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import trl
+from accelerate.logging import get_logger
+from peft import PeftModel
+from transformers import PreTrainedModel
+from trl.extras.profiling import profiling_context
+from trl.trainer.utils import get_config_model_id, split_tensor_dict
+
+from ..config import GRPOConfig
+from ..data.shared_prompts import (
+    IGNORE,
+    Row,
+    build_shared_rows,
+    count_tokens,
+    cut_by_tokens,
+    describe_rows,
+    find_groups,
+    order_rows,
+)
+from ..models.support import check_sharing
+from ..patches.config import PatchConfig
+from ..patches.registry import apply_patches, base_model, current_report
+from ..patches.report import PatchEntry, PatchReport
+from .rollouts import EmptyCompletions
+
+
+logger = get_logger(__name__)
+
+ROWS = "shared_prompt_rows"  # the key under which a micro-batch carries the descriptions of its rows
+
+
+@dataclasses.dataclass
+class TokenCounts:
+    """
+    Tokens of all log-probability passes so far, on this process.
+
+    Args:
+        shared (`int`): That went through a model.
+        unshared (`int`): The same without sharing prompts.
+        padded (`int`): The same in TRL's padded rows.
+    """
+
+    shared: int = 0
+    unshared: int = 0
+    padded: int = 0
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """
+    `trl.GRPOTrainer` in which the prompt of a group goes through the model once per pass, and padding never does. Same
+    arguments, same losses, same adapters: rollouts, rewards and all loss mathematics are TRL's.
+
+    The micro-batches of one optimizer step hold the rows that TRL's would, grouped by prompt and balanced by tokens,
+    except where the loss depends on which rows are in a micro-batch (`loss_type="bnpo"`, `top_entropy_quantile`, an
+    entropy bonus): there they are TRL's.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`):
+            As in TRL.
+        reward_funcs (*optional*):
+            As in TRL.
+        args (`GRPOConfig`, *optional*):
+            This package's config, or TRL's own (then with this package's defaults).
+        trl_args, trl_kwargs:
+            The other arguments of `trl.GRPOTrainer`.
+
+    Attributes:
+        patch_report (`PatchReport`): What was applied to the model and what was not.
+        token_counts (`TokenCounts`): What sharing has saved so far.
+
+    Raises:
+        ValueError: If `strict=True` and the architecture is not verified.
+    """
+
+    _tag_names = [*trl.GRPOTrainer._tag_names, "unsloth_trl"]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs=None,
+        args: GRPOConfig | trl.GRPOConfig | None = None,
+        *trl_args,
+        **trl_kwargs,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        self._patched = getattr(args, "patches", "auto") != "none"
+        if self._patched and not isinstance(model, str) and (earlier := current_report(model)) is not None:
+            # before TRL wraps this model's forward again
+            earlier.remove()
+        self._rows: list[Row] | None = None  # of the micro-batch in `_compute_loss`
+        self._described: tuple[Any, Any] = (None, None)  # the last ids described, and their rows
+        self._said: set[str] = set()
+        self.token_counts = TokenCounts()
+        super().__init__(model, reward_funcs, args, *trl_args, **trl_kwargs)
+        if not self._patched:
+            self._refusal = "patches='none'"
+            self.patch_report = PatchReport(base_model(self.model), [PatchEntry("all", (), self._refusal)])
+            return
+        if self.rollout_func is not None:
+            self.rollout_func = EmptyCompletions(self.rollout_func, self._tokenizer.eos_token_id)
+        self._refusal = self._why_not_shared()
+        self._keeps_batches = self._why_batches_stay()
+        config = PatchConfig.from_args(self.args)
+        skip = {"lm_head": "TRL's head, with its temperature and entropy"}
+        if self._refusal:
+            skip["attention"] = f"the rows are TRL's: {self._refusal}"
+        self.patch_report = apply_patches(self.model, config, skip=skip)
+        if self.ref_model is not None:
+            apply_patches(self.accelerator.unwrap_model(self.ref_model), config, skip=skip)
+        self._report_trainer()
+
+    def _why_not_shared(self) -> str | None:
+        """Why all passes have to stay TRL's, or `None`."""
+        base = base_model(self.model)
+        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
+            return f"{self.model.active_peft_config.peft_type.value} puts virtual tokens in front of every row"
+        dropout = max((getattr(m, "attention_dropout", 0.0) or 0.0 for m in _attention_modules(base)), default=0.0)
+        if dropout:
+            return f"attention_dropout={dropout} would draw once for the prompt of a whole group"
+        columns = getattr(self.train_dataset, "column_names", None) or ()
+        if any(column in columns for column in ("image", "images")):
+            return "the dataset has images"
+        return check_sharing(
+            base.config,
+            strict=getattr(self.args, "strict", False),
+            allow_unverified=getattr(self.args, "allow_unverified", False),
+            model=base,
+        )
+
+    def _why_batches_stay(self) -> str | None:
+        """Why micro-batches keep the rows that TRL shuffles into them, or `None`."""
+        if self._refusal:
+            return self._refusal
+        if self.loss_type == "bnpo":
+            return "loss_type='bnpo' divides by the tokens of each micro-batch"
+        if self.top_entropy_quantile < 1.0:
+            return f"top_entropy_quantile={self.top_entropy_quantile} ranks the tokens of each micro-batch"
+        if self._entropy_bonus_enabled:
+            return "the entropy bonus is a mean over the tokens of each micro-batch"
+        return None
+
+    @property
+    def _shares(self) -> bool:
+        return getattr(self.args, "share_prompts", True)
+
+    def _report_trainer(self) -> None:
+        """List what the trainer itself does, beside the patches in the model."""
+        report = self.patch_report
+        if self._refusal:
+            logger.warning(f"Prompts are not shared: {self._refusal}. Training goes on with TRL's padded rows.")
+            report.add(PatchEntry("shared prompts", (), self._refusal))
+        elif self._shares:
+            report.add(PatchEntry("shared prompts", ("policy, old and reference passes",), "once a group", undo=_keep))
+        else:
+            report.add(PatchEntry("shared prompts", (), "share_prompts=False: rows without padding, prompts repeated"))
+        if self._keeps_batches:
+            report.add(PatchEntry("micro-batches", (), f"TRL's: {self._keeps_batches}"))
+        else:
+            how = "balanced by tokens" if getattr(self.args, "balance_tokens", True) else "in random order"
+            report.add(PatchEntry("micro-batches", ("_prepare_inputs",), f"groups together, {how}", undo=_keep))
+        rows, group = self.args.per_device_train_batch_size, self.num_generations
+        if self._shares and not self._refusal and rows % group:
+            logger.warning(
+                f"per_device_train_batch_size={rows} is not a multiple of num_generations={group}: groups are cut, "
+                "and a prompt is processed in each micro-batch that has a part of its group. The result is right; "
+                f"per_device_train_batch_size={-(-rows // group) * group} shares more."
+            )
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        self._described = (None, None)
+        if self._refusal or self._buffered_inputs is before or not self.model.training:
+            return inputs
+        self._buffered_inputs = self._regroup(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _regroup(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of a generation batch with their rows described and, where allowed, in our order."""
+        if any(batch.get("num_images") is not None or "pixel_values" in batch for batch in batches):
+            return batches
+        whole = {key: _join([batch[key] for batch in batches]) for key in batches[0]}
+        rows = describe_rows(
+            torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1),
+            torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1),
+            whole["completion_ids"].shape[1],
+        )
+        if isinstance(rows, str):
+            self._say_once(rows)
+            return batches
+        if not self._keeps_batches:
+            order = order_rows(
+                rows,
+                find_groups(rows, self._shares),
+                rows_per_batch=len(rows) // len(batches),
+                batches_per_window=math.gcd(len(batches), self.args.gradient_accumulation_steps),
+                balance=getattr(self.args, "balance_tokens", True),
+            )
+            whole = {key: _permute(value, order) for key, value in whole.items()}
+            rows = [rows[i] for i in order]
+        return split_tensor_dict(whole | {ROWS: rows}, len(batches))
+
+    def _compute_loss(self, model, inputs):
+        self._rows = inputs.get(ROWS)
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._rows = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **images,
+    ):
+        """As in TRL: log-probabilities and, if asked for, entropies, `(batch, logits_to_keep)`, 0 for padding."""
+        rows = self._refusal
+        if rows is None:
+            has_images = any(value is not None for value in images.values())
+            rows = "the batch has images" if has_images else self._describe(input_ids, attention_mask, logits_to_keep)
+        if isinstance(rows, str):
+            self._say_once(rows)
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **images,
+            )
+        with profiling_context(self, "_get_per_token_logps_and_entropies"):
+            return self._score_rows(
+                model, input_ids, rows, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
+            )
+
+    def _describe(self, input_ids, attention_mask, logits_to_keep) -> list[Row] | str:
+        if self._rows is not None and len(self._rows) == len(input_ids):
+            return self._rows
+        if self._described[0] is not input_ids:  # the old and the reference pass have the same ids
+            self._described = (input_ids, describe_rows(input_ids, attention_mask, logits_to_keep))
+        return self._described[1]
+
+    def _score_rows(self, model, input_ids, rows, logits_to_keep, batch_size, compute_entropy, compute_aux_loss):
+        batch, width = input_ids.shape
+        groups = find_groups(rows, self._shares)
+        if batch_size is None:  # the policy's pass: one micro-batch, whose backward comes once
+            passes = [groups]
+        else:
+            budget = getattr(self.args, "max_tokens_per_pass", None) or batch_size * width
+            passes = cut_by_tokens(rows, groups, budget) or [groups]
+        ids = input_ids.flatten()
+        log_probs = entropy = aux_loss = None
+        for groups in passes:
+            packed = build_shared_rows(rows, groups, width, logits_to_keep, all_tokens=compute_aux_loss)
+            self._count(rows, groups, packed.num_tokens, width)
+            packed = packed.to(ids.device)
+            source, position, label, target = packed.split()
+            shift_labels = ids.new_full((packed.num_tokens,), IGNORE).index_copy_(0, position, ids[label])
+            extra = {"attention_mask": packed.weights, "output_router_logits": True} if compute_aux_loss else {}
+            with self.accelerator.autocast():
+                outputs = model(
+                    input_ids=ids[source][None],
+                    position_ids=packed.layout.position_ids,
+                    packed_layout=packed.layout,
+                    shift_labels=shift_labels[None],
+                    fused_lm_head=True,
+                    **extra,
+                )
+            log_probs = _scatter(log_probs, batch * logits_to_keep, target, outputs.log_probs[0], position)
+            if compute_entropy:
+                entropy = _scatter(entropy, batch * logits_to_keep, target, outputs.entropy[0], position)
+            if compute_aux_loss:
+                aux_loss = outputs.aux_loss
+        shape = (batch, logits_to_keep)
+        return log_probs.view(shape), entropy.view(shape) if compute_entropy else None, aux_loss
+
+    def _count(self, rows: list[Row], groups: list[list[int]], num_tokens: int, width: int) -> None:
+        counts = self.token_counts
+        counts.shared += num_tokens
+        counts.unshared += sum(count_tokens(rows, [i]) for members in groups for i in members)
+        counts.padded += sum(map(len, groups)) * width
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if isinstance(self.rollout_func, EmptyCompletions):
+            completion_ids_list = self.rollout_func.restore(completion_ids_list)
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def _say_once(self, reason: str) -> None:
+        if reason not in self._said and reason != self._refusal:
+            self._said.add(reason)
+            logger.warning(f"Some batches are scored on TRL's padded rows: {reason}.")
+
+
+def _attention_modules(model: PreTrainedModel):
+    return (module for module in model.modules() if isinstance(getattr(module, "attention_dropout", None), float))
+
+
+def _keep(model) -> None:
+    """The trainer's own parts are not in the model: there is nothing to take out of it."""
+
+
+def _join(values: list[Any]) -> Any:
+    """The value of a key in the generation batch, from those of its micro-batches."""
+    first = values[0]
+    if isinstance(first, list):
+        return [item for value in values for item in value]
+    if isinstance(first, torch.Tensor) and first.ndim:
+        return torch.cat(values)
+    return first  # the same number, or None, in all of them
+
+
+def _permute(value: Any, order: list[int]) -> Any:
+    if isinstance(value, list):
+        return [value[i] for i in order]
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return value[torch.tensor(order, device=value.device)]
+    return value
+
+
+def _scatter(result, size: int, target: torch.Tensor, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """`result`, zeros at first, with the scores at `position` of the packed row in their places of the batch."""
+    result = scores.new_zeros(size) if result is None else result
+    return result.scatter(0, target, scores.index_select(0, position))
