@@ -1,8 +1,10 @@
 """Short GRPO runs of our trainer and of TRL's with the same rollouts, on the CPU in fp32."""
 
 import copy
+import functools
 import random
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 import unsloth_trl
-from tests.numerics import ADAMW, SGD, Run, snapshot, updates_since
+from tests.numerics import ADAMW, SGD, SGD_LORA, Run, snapshot, updates_since
 from tests.tiny import EOS, VOCAB, lora_config, tiny_model, tiny_tokenizer
 from unsloth_trl.data.shared_prompts import describe_rows, find_groups, order_rows
 
@@ -88,6 +90,7 @@ def make_grpo(
     lora: bool = False,
     lora_kwargs: dict | None = None,
     init: dict | None = None,
+    rollouts: Callable[[], Rollouts] = Rollouts,
     trainer_class: type | None = None,
     **fields: Any,
 ):
@@ -98,23 +101,41 @@ def make_grpo(
         library: `trl` or `unsloth_trl`.
         model: One of `tests.tiny.ARCHITECTURES`, or a model.
         lora, lora_kwargs: Train an adapter, else all weights.
-        init: Arguments of the trainer itself.
+        init: Arguments of the trainer itself; `rollout_func=None` samples from the model.
+        rollouts: Makes the rollout function.
         trainer_class: Instead of the library's.
         fields: For its config.
     """
-    init = {"rollout_func": Rollouts(), "reward_funcs": reward} | copy.copy(init or {})
+    init = {"rollout_func": rollouts(), "reward_funcs": reward} | copy.copy(init or {})
     if init["rollout_func"] is None:
         del init["rollout_func"]
     init.setdefault("train_dataset", Dataset.from_dict({"prompt": [f"w{i + 9} w{i + 10}" for i in range(16)]}))
     init.setdefault("processing_class", tiny_tokenizer())
     if lora:
         init["peft_config"] = lora_config(model, **(lora_kwargs or {}))
+        fields = SGD_LORA | fields
+    if isinstance(model, str):
+        model = loaded_from(model) if fields.get("beta") and not lora else tiny_model(model)
     torch.manual_seed(0)
     return (trainer_class or library.GRPOTrainer)(
-        tiny_model(model) if isinstance(model, str) else model,
+        model,
         args=library.GRPOConfig(**settings(**fields)),
         **init,
     )
+
+
+@functools.cache
+def _saved(model_type: str) -> str:
+    folder = tempfile.mkdtemp(prefix="unsloth_trl_test_")
+    tiny_model(model_type).save_pretrained(folder)
+    return folder
+
+
+def loaded_from(model_type: str) -> PreTrainedModel:
+    """A tiny model that knows its folder: TRL loads the reference model from there."""
+    model = tiny_model(model_type)
+    model.config._name_or_path = _saved(model_type)
+    return model
 
 
 def logs_of(trainer) -> list[dict[str, float]]:
@@ -140,7 +161,7 @@ def run_grpo(library: Any, model: str | PreTrainedModel, **kwargs: Any) -> Run:
 class Regrouped(trl.GRPOTrainer):
     """TRL's trainer with the micro-batches that ours would make, and nothing else of ours."""
 
-    share, balance = True, True
+    balances = True
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
@@ -160,9 +181,7 @@ class Regrouped(trl.GRPOTrainer):
         )
         spg, ga = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         window = max(w for w in range(1, spg + 1) if spg % w == 0 and ga % w == 0)
-        order = torch.tensor(
-            order_rows(rows, find_groups(rows, self.share), len(rows) // spg, window, balance=self.balance)
-        )
+        order = torch.tensor(order_rows(rows, find_groups(rows), len(rows) // spg, window, balance=self.balances))
         whole = {key: value[order] if value.ndim else value for key, value in whole.items()}
         n = len(order) // spg
         self._buffered_inputs = [
@@ -172,8 +191,14 @@ class Regrouped(trl.GRPOTrainer):
         return self._buffered_inputs[self._step % spg]
 
 
+class RegroupedUnbalanced(Regrouped):
+    balances = False
+
+
 def run_oracle(model: str | PreTrainedModel, **kwargs: Any) -> Run:
-    return run_grpo(trl, model, trainer_class=Regrouped, **kwargs)
+    """TRL on our micro-batches; arguments as in `make_grpo`, those of our config included."""
+    balance, _ = kwargs.pop("balance_tokens", True), kwargs.pop("max_tokens_per_pass", None)
+    return run_grpo(trl, model, trainer_class=Regrouped if balance else RegroupedUnbalanced, **kwargs)
 
 
 def run_ours(model: str | PreTrainedModel, **kwargs: Any) -> Run:
