@@ -6,7 +6,7 @@
 import json
 import pathlib
 
-from unsloth_trl import PatchConfig
+from unsloth_trl import GRPOConfig, PatchConfig
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -29,40 +29,72 @@ def _name(row: dict) -> str:
 
 
 def _line(row: dict, rows: list[dict]) -> str:
-    stock = next((r for r in rows if r["mode"] == "trl"), None)
-    ratio = f"{row['tok_s'] / stock['tok_s']:.2f}x" if stock else ""
+    stock = next(r for r in rows if r["mode"] == "trl")
     fastest = f" ({row['tok_s_fastest']:,})" if row["timing"] == "per step" else ""
+    ratio = f"{row['tok_s'] / stock['tok_s']:.2f}x"
     return f"| {_name(row)} | {row['tok_s']:,}{fastest} | {ratio} | {row['peak_gib']} GiB | {row['commit']} |"
+
+
+def _grpo_line(row: dict, rows: list[dict]) -> str:
+    stock = next(r for r in rows if r["mode"] == "trl")
+    ratio = f"{stock['median_s'] / row['median_s']:.2f}x"
+    memory = f"{row['peak_gib']} GiB | {row['peak_gib'] / stock['peak_gib']:.2f}x"
+    return f"| {_name(row)} | {row['median_s']:.3f} ({row['min_s']:.3f}) | {ratio} | {memory} | {row['commit']} |"
 
 
 def _is_current(row: dict) -> bool:
     """Rows of a switch that is no more stay in the file only."""
-    return all(hasattr(PatchConfig, switch.split("=")[0]) for switch in row["set"])
+    config = GRPOConfig if row.get("task") == "grpo" else PatchConfig
+    return all(hasattr(config, switch.split("=")[0]) for switch in row["set"])
+
+
+def _newest_beside_trl(rows: list[dict], *keys: str) -> list[list[dict]]:
+    """For each value of `keys` the rows of the newest call that has TRL's: two calls are two machines."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if _is_current(row):
+            groups.setdefault((*(row[key] for key in keys), row["call"]), []).append(row)
+    found = {key[:-1]: group for key, group in sorted(groups.items()) if any(row["mode"] == "trl" for row in group)}
+    return list(found.values())
+
+
+def _where(row: dict) -> str:
+    return f"{row['gpu']}, torch {row['versions']['torch']}, transformers {row['versions']['transformers']}"
+
+
+def _sft(rows: list[dict]) -> str:
+    first = rows[0]
+    how = "median step (fastest step)" if first["timing"] == "per step" else "all steady steps in one window"
+    gc = "gradient checkpointing" if first["gc"] else "activations kept"
+    return (
+        f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, LoRA r=16, {gc}, bf16, "
+        f"packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
+        "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
+        + "\n".join(_line(row, rows) for row in rows)
+    )
+
+
+def _grpo(rows: list[dict]) -> str:
+    first = rows[0]
+    accumulation = f", {first['ga']} micro-batches a step" if first["ga"] > 1 else ""
+    return (
+        f"**GRPO, {first['model']} shape, prompt {first['P']}, completions {first['R'] // 2} to {first['R']}, groups "
+        f"of {first['G']}**, {first['bs']} rows a micro-batch{accumulation}, beta {first['beta']:g}, LoRA r=16, gradient "
+        f"checkpointing, bf16, {_where(first)}; scoring and update, median (fastest) seconds; call {first['call']}\n\n"
+        "| | seconds a step | against TRL | peak memory | against TRL | commit |\n|---|---|---|---|---|---|\n"
+        + "\n".join(_grpo_line(row, rows) for row in rows)
+    )
 
 
 def render() -> str:
-    """A table for each model and way of timing: those rows of the newest call that has them beside TRL's."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in load():
-        if _is_current(row):
-            groups.setdefault((row["model"], row["timing"], row["call"]), []).append(row)
-    # times of different calls are times of different machines
-    beside_trl = (key for key in sorted(groups) if any(row["mode"] == "trl" for row in groups[key]))
-    newest = {key[:2]: key for key in beside_trl}
-    parts = []
-    for model, timing, call in newest.values():
-        rows = groups[model, timing, call]
-        first = rows[0]
-        how = "median step (fastest step)" if timing == "per step" else "all steady steps in one window"
-        versions = f"torch {first['versions']['torch']}, transformers {first['versions']['transformers']}"
-        gc = "gradient checkpointing" if first["gc"] else "activations kept"
-        parts.append(
-            f"**{model} shape, about {round(first['tokens'] / 1000)}k tokens a step**, LoRA r=16, {gc}, bf16, packed "
-            f"rows of {first['len']}, {first['gpu']}, {versions}; {how}; call {call}\n\n"
-            "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
-            + "\n".join(_line(row, rows) for row in rows)
-        )
-    return "\n\n".join(parts)
+    """A table for each model and way of timing, then one for each GRPO shape."""
+    rows = load()
+    sft = [row for row in rows if "task" not in row]
+    grpo = [row for row in rows if row.get("task") == "grpo"]
+    return "\n\n".join(
+        [_sft(group) for group in _newest_beside_trl(sft, "model", "timing")]
+        + [_grpo(group) for group in _newest_beside_trl(grpo, "model", "P", "R", "G", "bs", "ga", "beta")]
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import transformers
 import trl
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from unsloth_trl import SFTConfig, SFTTrainer
+from unsloth_trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from unsloth_trl.data import PackedDataCollator
 
 
@@ -42,10 +42,31 @@ OVERRIDDEN = {
     ],
     (PackedDataCollator, "torch_call"): ["self", "examples"],
     (SFTConfig, "__post_init__"): ["self"],
+    (GRPOTrainer, "__init__"): ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"],
+    (GRPOTrainer, "_prepare_inputs"): ["self", "generation_batch"],
+    (GRPOTrainer, "_compute_loss"): ["self", "model", "inputs"],
+    (GRPOTrainer, "_get_per_token_logps_and_entropies"): [
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    ],
+    (GRPOTrainer, "_calculate_rewards"): ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+    (GRPOConfig, "__post_init__"): ["self"],
 }
 # Only these may pass on what they do not know with *args and **kwargs.
-PASSES_ON = {"__init__", "training_step", "train"}
-PARENT = {SFTTrainer: trl.SFTTrainer, PackedDataCollator: DataCollatorForLanguageModeling, SFTConfig: trl.SFTConfig}
+PASSES_ON = {"__init__", "training_step", "train", "_get_per_token_logps_and_entropies"}
+PARENT = {
+    SFTTrainer: trl.SFTTrainer,
+    GRPOTrainer: trl.GRPOTrainer,
+    PackedDataCollator: DataCollatorForLanguageModeling,
+    SFTConfig: trl.SFTConfig,
+    GRPOConfig: trl.GRPOConfig,
+}
 # Attributes without a public name that the sources read.
 READ = {
     "_tr_loss": transformers.Trainer,
@@ -53,6 +74,10 @@ READ = {
     "_metrics": trl.SFTTrainer,
     "_total_train_tokens": trl.SFTTrainer,
     "_tp_size": trl.SFTTrainer,
+    "_buffered_inputs": trl.GRPOTrainer,
+    "_step": trl.GRPOTrainer,
+    "_tokenizer": trl.GRPOTrainer,
+    "_entropy_bonus_enabled": trl.GRPOTrainer,
 }
 
 
@@ -80,7 +105,7 @@ def test_every_override_is_listed_above(cls):
     functions = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
     # what dataclass writes
     overriding = {name for name in functions if hasattr(PARENT[cls], name)} - {"__eq__", "__repr__", "__replace__"}
-    if cls is SFTConfig:
+    if cls in (SFTConfig, GRPOConfig):
         overriding.discard("__init__")
     assert overriding == listed
 
@@ -95,11 +120,15 @@ def private_attributes(path: Path, context: type) -> set[str]:
     }
 
 
-def test_every_private_attribute_that_is_read_is_listed_above():
-    path = Path(inspect.getfile(SFTTrainer))
-    own = {name for value in vars(inspect.getmodule(SFTTrainer)).values() for name in getattr(value, "__dict__", {})}
-    read = private_attributes(path, ast.Load) - private_attributes(path, ast.Store) - own
-    assert read <= set(READ)
+@pytest.mark.parametrize("trainer", [SFTTrainer, GRPOTrainer])
+def test_every_private_attribute_that_is_read_is_listed_above(trainer):
+    path = Path(inspect.getfile(trainer))
+    own = {name for value in vars(inspect.getmodule(trainer)).values() for name in getattr(value, "__dict__", {})}
+    theirs = {name for name, owner in READ.items() if issubclass(trainer, owner)}
+    read = private_attributes(path, ast.Load) - own
+    assert read - private_attributes(path, ast.Store) <= theirs
+    # what a trainer both reads and sets of its parent's is not its own
+    assert read & private_attributes(Path(inspect.getfile(PARENT[trainer])), ast.Store) <= theirs
 
 
 @pytest.mark.parametrize("name", READ)

@@ -245,7 +245,7 @@ class StubVLLM:
     def generate(self, prompts, images=None, num_generations=1, **_):
         output = self.rollouts([tuple(ids) for ids in prompts], self)
         # one list per token, the sampled one first, as vLLM returns them
-        logprobs = [[[-0.1 * (i % 7) - 2.0] for i, _ in enumerate(ids)] for ids in output["completion_ids"]]
+        logprobs = [[[-0.1 * (i % 7) - 5.0] for i, _ in enumerate(ids)] for ids in output["completion_ids"]]
         ids = output["completion_ids"]
         return prompts, ids, logprobs, [[[i] for i in row] for row in ids]
 
