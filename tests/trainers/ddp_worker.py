@@ -9,13 +9,22 @@ import trl
 
 import unsloth_trl
 from tests.numerics import run_sft
+from tests.trainers.grpo_runs import run_oracle, run_ours
+
+
+RUNS = {
+    ("sft", "trl"): lambda **case: run_sft(trl, **case),
+    ("sft", "unsloth_trl"): lambda **case: run_sft(unsloth_trl, **case),
+    ("grpo", "trl"): lambda model_type, **case: run_oracle(model_type, **case),
+    ("grpo", "unsloth_trl"): lambda model_type, **case: run_ours(model_type, **case),
+}
 
 
 def main(cases_file: str, folder: str) -> None:
     results = {}
     for name, case in torch.load(cases_file, weights_only=False).items():
-        library = {"trl": trl, "unsloth_trl": unsloth_trl}[case.pop("library")]
-        run = run_sft(library, ddp_backend="gloo", output_dir=str(Path(folder) / name), **case)
+        train = RUNS[case.pop("task", "sft"), case.pop("library")]
+        run = train(ddp_backend="gloo", output_dir=str(Path(folder) / name), **case)
         assert run.trainer.accelerator.num_processes == 2
         updates = {key.removeprefix("module."): value for key, value in run.updates.items()}
         results[name] = (run.logs, updates)

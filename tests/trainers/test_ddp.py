@@ -36,6 +36,14 @@ CASES = {
     "epoch-packed": {"model_type": "qwen3_moe", **EPOCH},
     "epoch-unpacked": {"model_type": "llama", **EPOCH, **ADAPTER, "packing": False},
 }
+# each rank one group a micro-batch; groups that straddle ranks and micro-batches; experts with their auxiliary loss
+GRPO_CASES = {
+    "grpo-lora": {"model_type": "llama", "lora": True, "beta": 0.1, "mask_truncated_completions": True},
+    "grpo-straddling": {"model_type": "llama", "per_device_train_batch_size": 6, "loss_type": "grpo"},
+    "grpo-experts": {"model_type": "qwen3_moe", "num_iterations": 2},
+}
+for case in GRPO_CASES.values():
+    case.update({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "task": "grpo"} | case)
 
 
 def free_port():
@@ -50,7 +58,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     cases = {
         f"{library}-{name}": {"library": library, **case}
-        for name, case in CASES.items()
+        for name, case in (CASES | GRPO_CASES).items()
         for library in ("trl", "unsloth_trl")
     }
     torch.save(cases, folder / "cases.pt")
@@ -84,7 +92,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | GRPO_CASES)
 def test_ranks_end_with_the_same_weights(ranks, case):
     first, second = (ranks[rank][f"unsloth_trl-{case}"][1] for rank in range(2))
     assert first.keys() == second.keys() and len(first) > 0
@@ -116,5 +124,17 @@ def test_logs_and_updates_equal_trl(ranks, case):
     assert len(logs) == {"epoch-packed": 2, "epoch-unpacked": 4}.get(case, 1)
     assert {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"} <= logs[0].keys()
     assert ("aux_loss" in logs[0]) == (CASES[case]["model_type"] == "qwen3_moe")
+    assert_logs_close(logs, expected_logs, 1e-4)
+    assert_updates_close(updates, expected_updates, 1e-4)
+
+
+@pytest.mark.parametrize("case", GRPO_CASES)
+def test_grpo_equals_trl(ranks, case):
+    """Rewards are normalised over the ranks' groups, rows are regrouped on each rank by itself."""
+    (logs, updates), (expected_logs, expected_updates) = (
+        ranks[0][f"{library}-{case}"] for library in ("unsloth_trl", "trl")
+    )
+    assert len(logs) == 3 and {"loss", "grad_norm", "entropy", "reward"} <= logs[0].keys()
+    assert ("aux_loss" in logs[0]) == (case == "grpo-experts")
     assert_logs_close(logs, expected_logs, 1e-4)
     assert_updates_close(updates, expected_updates, 1e-4)
