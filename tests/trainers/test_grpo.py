@@ -8,12 +8,23 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer import grpo_trainer
 
 import unsloth_trl
-from tests.numerics import assert_runs_close, snapshot, updates_since
+from tests.numerics import Run, assert_runs_close, snapshot, updates_since
 from tests.tiny import EOS, lora_config, tiny_model, tiny_vlm
-from tests.trainers.grpo_runs import Rollouts, logs_of, make_grpo, reward, run_grpo, run_oracle, run_ours, settings
+from tests.trainers.grpo_runs import (
+    Regrouped,
+    Rollouts,
+    logs_of,
+    make_grpo,
+    reward,
+    run_grpo,
+    run_oracle,
+    run_ours,
+    settings,
+)
 from unsloth_trl import GRPOConfig, GRPOTrainer, UnsupportedArchitectureWarning
 
 
@@ -110,6 +121,35 @@ def test_lora_on_experts(model_type):
     ours, theirs = run_ours(model_type, **kwargs), run_oracle(model_type, **kwargs)
     assert_runs_close(ours, theirs, 1e-4)
     assert any("experts" in name for name in ours.updates)
+
+
+def test_qlora(tmp_path):
+    """NF4 base weights on the CPU; the adapter, which TRL makes bf16, in fp32 to compare updates."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+    def run(library, trainer_class=None):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=nf4, device_map={"": "cpu"})
+        trainer = make_grpo(
+            library,
+            model,
+            init={"peft_config": lora_config("llama")},
+            trainer_class=trainer_class,
+            beta=0.1,
+            learning_rate=0.2,
+        )
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        before = snapshot(trainer.model)
+        trainer.train()
+        return Run(trainer, logs_of(trainer), updates_since(before, trainer.model))
+
+    ours = run(unsloth_trl)
+    assert_runs_close(ours, run(trl, Regrouped), 1e-4)
+    linear = ours.trainer.model.get_base_model().model.layers[0].mlp.gate_proj.base_layer
+    assert type(linear).__name__ == "Linear4bit"
+    assert ours.trainer.patch_report["shared prompts"].applied
 
 
 def assert_falls_back(ours, reason):
