@@ -1,5 +1,6 @@
 """What holds for every test: one thread per worker, quiet libraries, a working directory that nothing writes to."""
 
+import gc
 import os
 
 
@@ -26,6 +27,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    # accelerate collects garbage for every trainer; walking through all imported modules is most of that time
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

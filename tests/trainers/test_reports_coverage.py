@@ -1,4 +1,4 @@
-"""Which test holds for which public report: B01 to B17, B70, B73 to B77 and B85 to B88 of the first slice."""
+"""Which test holds for which public report: B01 to B36, B48, B70, B73 to B77 and B85 to B88."""
 
 import ast
 from pathlib import Path
@@ -49,8 +49,76 @@ COVERAGE = {
         "tests/trainers/test_reports_loss.py::test_b15_each_window_gets_its_own_count",
         "tests/trainers/test_reports_loss.py::test_b15_packed_rows_count_their_labels_and_not_their_boundaries",
     ],
-    "B16": "GRPO only: this package has no GRPO trainer yet",
+    "B16": ["tests/trainers/test_reports_grpo.py::test_b16_accumulation_over_uneven_completions"],
     "B17": ["tests/trainers/test_reports_loss.py::test_b17_twenty_steps_equal_trl"],
+    "B18": [
+        "tests/trainers/test_reports_grpo.py::test_b18_left_padding_is_not_seen",
+        "tests/trainers/test_reports_grpo.py::test_b18_later_generations_and_evaluation",
+        "tests/trainers/test_reports_grpo.py::test_b18_positions_come_from_the_mask",
+    ],
+    "B19": ["tests/trainers/test_reports_grpo.py::test_b19_the_id_of_padding_does_not_matter"],
+    "B20": [
+        "tests/trainers/test_reports_grpo.py::test_b20_truncated_completions_leave_the_denominator_too",
+        "tests/trainers/test_reports_grpo_sharing.py::test_all_rows_masked",
+        "tests/trainers/test_reports_grpo_sharing.py::test_one_micro_batch_of_two_is_masked",
+    ],
+    "B21": [
+        "tests/trainers/test_reports_grpo.py::test_b21_every_batch_that_trl_accepts",
+        "tests/trainers/test_reports_grpo_sharing.py::test_groups_across_micro_batches",
+    ],
+    "B22": ["tests/trainers/test_reports_grpo.py::test_b22_completions_at_the_cap"],
+    "B23": [
+        "tests/trainers/test_reports_grpo.py::test_b23_the_batch_size_is_kept",
+        "tests/trainers/test_reports_grpo.py::test_b23_groups_that_do_not_fit_are_refused",
+    ],
+    "B24": [
+        "tests/trainers/test_reports_grpo.py::test_b24_one_empty_completion",
+        "tests/trainers/test_reports_grpo.py::test_b24_all_completions_are_empty",
+        "tests/trainers/test_reports_grpo.py::test_b24_empty_completions_among_others",
+    ],
+    "B25": [
+        "tests/trainers/test_reports_grpo_rewards.py::test_b25_advantages_and_whose_they_are",
+        "tests/trainers/test_reports_grpo_sharing.py::test_equal_rewards_teach_nothing",
+    ],
+    "B26": [
+        "tests/trainers/test_reports_grpo_rewards.py::test_b26_a_wrong_number_of_rewards",
+        "tests/trainers/test_reports_grpo_rewards.py::test_b26_none_is_left_out",
+        "tests/trainers/test_reports_grpo_rewards.py::test_b26_numbers_of_numpy_and_torch",
+        "tests/trainers/test_reports_grpo_rewards.py::test_b26_an_async_reward",
+        "tests/trainers/test_reports_grpo_rewards.py::test_b26_after_a_reward_that_raised",
+    ],
+    "B27": ["tests/trainers/test_reports_grpo_rewards.py::test_b27_sequence_ratios_with_a_loss_over_tokens"],
+    "B28": [
+        "tests/trainers/test_reports_grpo_rewards.py::test_b28_the_ratio_of_a_sequence",
+        "tests/trainers/test_reports_grpo_rewards.py::test_b28_the_ratio_of_a_sequence_to_its_sampler",
+    ],
+    # TRL has no correction for truncated sampling, and this package none of its own: the test says what comes out
+    "B29": ["tests/trainers/test_reports_grpo_rewards.py::test_b29_the_ratio_to_the_sampler_is_trl_s"],
+    "B30": [
+        "tests/trainers/test_reports_grpo_adapters.py::test_b30_the_reference_is_the_adapter_that_training_started_from",
+    ],
+    "B31": [
+        "tests/trainers/test_reports_grpo_adapters.py::test_b31_an_adapter_on_the_head_is_refused",
+        "tests/trainers/test_reports_grpo_adapters.py::test_b31_a_head_that_is_trained_whole",
+    ],
+    "B32": ["tests/trainers/test_reports_grpo.py::test_b32_several_samples_and_micro_batches"],
+    # no synchronisation of our own: the test is TRL's, from our patched layers
+    "B33": ["tests/trainers/test_reports_grpo_adapters.py::test_b33_weights_for_the_generator"],
+    "B34": [
+        "tests/trainers/test_reports_grpo.py::test_b34_a_batch_size_that_could_shrink_is_refused",
+        "tests/trainers/test_reports_grpo.py::test_b34_packed_rows_stay_when_the_batch_shrinks",
+    ],
+    "B35": ["tests/trainers/test_reports_grpo_adapters.py::test_b35_a_resumed_run_goes_on"],
+    "B36": [
+        "tests/trainers/test_reports_grpo_sharing.py::test_b36_sharing_changes_nothing",
+        "tests/trainers/test_reports_grpo_sharing.py::test_b36_two_groups_with_the_same_prompt",
+        "tests/trainers/test_reports_grpo_sharing.py::test_b36_shuffled_rows",
+        "tests/trainers/test_reports_grpo_sharing.py::test_b36_one_completion_for_a_prompt",
+        "tests/trainers/test_reports_grpo_sharing.py::test_b36_prompts_of_one_token",
+        "tests/trainers/test_reports_grpo_sharing.py::test_b36_attention_dropout_falls_back",
+        "tests/trainers/test_reports_grpo_sharing.py::test_a_prompt_longer_than_a_pass",
+    ],
+    "B48": ["tests/trainers/test_reports_grpo_adapters.py::test_b48_checkpointing_with_an_adapter"],
     "B70": [
         "tests/packaging/test_import.py::test_trains_without_gpu_triton_and_bitsandbytes",
         "tests/packaging/test_import.py::test_trains_with_triton_but_without_gpu",
@@ -95,7 +163,7 @@ COVERAGE = {
     ],
 }
 
-REPORTS = [*range(1, 18), 70, *range(73, 78), *range(85, 89)]
+REPORTS = [*range(1, 37), 48, 70, *range(73, 78), *range(85, 89)]
 
 
 def test_every_report_is_listed():

@@ -261,7 +261,7 @@ def check_sharing(config: Any, *, strict: bool, allow_unverified: bool, model: A
     if strict:
         raise ValueError(f"{reason}, and strict=True. Set strict=False to train it on TRL's padded rows.")
     warnings.warn(
-        f"{reason}. It trains on TRL's padded rows: the result is right, but every completion carries its prompt.",
+        f"{reason}. It trains on TRL's padded rows, in which every completion carries its prompt.",
         UnsupportedArchitectureWarning,
         stacklevel=2,
     )
