@@ -80,7 +80,8 @@ def _grpo(rows: list[dict]) -> str:
     return (
         f"**GRPO, {first['model']} shape, prompt {first['P']}, completions {first['R'] // 2} to {first['R']}, groups "
         f"of {first['G']}**, {first['bs']} rows a micro-batch{accumulation}, beta {first['beta']:g}, LoRA r=16, "
-        f"gradient checkpointing, bf16, {_where(first)}; scoring and update, median (fastest) seconds; call {first['call']}\n\n"
+        f"gradient checkpointing, bf16, {_where(first)}; scoring and update, median (fastest) seconds; "
+        f"call {first['call']}\n\n"
         "| | seconds a step | against TRL | peak memory | against TRL | commit |\n|---|---|---|---|---|---|\n"
         + "\n".join(_grpo_line(row, rows) for row in rows)
     )
