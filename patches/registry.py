@@ -21,6 +21,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         TypeError: If there is no transformers model, for instance when the model is already wrapped by DDP.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise TypeError(

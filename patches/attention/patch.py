@@ -5,7 +5,9 @@ The function is registered through `AttentionInterface`, with sdpa's mask functi
 mask, so that no mask over all tokens is built and no boundary is looked for on the device.
 """
 
+import contextlib
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -169,7 +171,8 @@ def attention_forward(
         return out, None
     num_queries, num_keys = query.shape[2], key.shape[2]
     if attention_mask is None and 1 < num_queries != num_keys:
-        # sdpa's own causal flag would align the first query with the first key (Gemma 4 slices queries)
+        # sdpa's own causal flag would align the first query with the first key; without a mask (see `aligned_mask`)
+        # the queries are the last ones of a sequence whose keys are all here (Gemma 4 slices queries)
         attention_mask = causal_mask(num_queries, num_keys, None, query.device)
     if sdpa_refusal(softcap, s_aux) is None:
         return sdpa_attention_forward(
@@ -192,12 +195,23 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def aligned_mask(**kwargs: Any) -> torch.Tensor | None:
+    """
+    `sdpa_mask`, left out only where there are as many keys as queries, or one query. transformers leaves it out for
+    the prefill of a static cache too, which relies on sdpa aligning the first query with the first key; a layer that
+    slices its queries (Gemma 4) needs the last ones aligned, and could not tell these two calls apart.
+    """
+    if 1 < kwargs["q_length"] != kwargs["kv_length"]:
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(**kwargs)
+
+
 def register() -> None:
     """Register the attention functions and their mask function with transformers. Idempotent."""
     for backend, name in NAMES.items():
         if name not in AttentionInterface._global_mapping:
             AttentionInterface.register(name, functools.partial(attention_forward, backend=backend))
-            AttentionMaskInterface.register(name, sdpa_mask)
+            AttentionMaskInterface.register(name, aligned_mask)
 
 
 def prepare_packed_call(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -262,6 +276,24 @@ class PackedLayoutHook(ModelHook):
         return output
 
 
+_OWN: "weakref.WeakKeyDictionary[nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def own_attention(model: PreTrainedModel):
+    """Within this context a patched model runs with the attention it had before, packed rows excepted."""
+    before = _OWN.get(model)
+    if before is None:
+        yield
+        return
+    ours = _implementations(model)
+    model.set_attn_implementation(before)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
+
+
 def text_decoder(model: PreTrainedModel) -> nn.Module:
     """The module whose forward builds the attention masks: the text decoder, also inside an image-text wrapper."""
     return model.get_decoder()
@@ -301,6 +333,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     register()
     before = _implementations(model)
     model.set_attn_implementation(dict.fromkeys(before, NAMES[config.attention_backend]))
+    _OWN[model] = before
     decoder = text_decoder(model)
     handles = [
         decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True),
@@ -310,6 +343,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     def undo(model: PreTrainedModel) -> None:
         for handle in handles:
             handle.remove()
+        _OWN.pop(model, None)
         model.set_attn_implementation(before)
 
     path = next((name for name, module in model.named_modules() if module is decoder), "")

@@ -44,6 +44,7 @@ OVERRIDDEN = {
     (SFTConfig, "__post_init__"): ["self"],
     (GRPOTrainer, "__init__"): ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"],
     (GRPOTrainer, "_prepare_inputs"): ["self", "generation_batch"],
+    (GRPOTrainer, "_generate_single_turn"): ["self"],
     (GRPOTrainer, "_compute_loss"): ["self", "model", "inputs"],
     (GRPOTrainer, "_get_per_token_logps_and_entropies"): [
         "self",
@@ -59,7 +60,7 @@ OVERRIDDEN = {
     (GRPOConfig, "__post_init__"): ["self"],
 }
 # Only these may pass on what they do not know with *args and **kwargs.
-PASSES_ON = {"__init__", "training_step", "train", "_get_per_token_logps_and_entropies"}
+PASSES_ON = {"__init__", "training_step", "train", "_generate_single_turn", "_get_per_token_logps_and_entropies"}
 PARENT = {
     SFTTrainer: trl.SFTTrainer,
     GRPOTrainer: trl.GRPOTrainer,

@@ -7,6 +7,7 @@ prompt's tokens go through the model once, and positions continue as in a row of
 one segment, and so is a completion that is alone with its prompt.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -249,10 +250,13 @@ def order_rows(
             continue
         batches: list[list[int]] = [[] for _ in range(-(-sum(map(len, window)) // rows_per_batch))]
         tokens = [0] * len(batches)
-        waiting = [piece for part in window for piece in _deal(rows, part, rows_per_batch)]
-        while waiting:
-            waiting.sort(key=lambda part: count_tokens(rows, part), reverse=True)
-            part = waiting.pop(0)
+        # largest first; of equal ones the first dealt
+        heap = [
+            (-count_tokens(rows, part), turn, part) for turn, part in enumerate(_pieces(rows, window, rows_per_batch))
+        ]
+        heapq.heapify(heap)
+        while heap:
+            size, turn, part = heapq.heappop(heap)
             fits = [b for b, batch in enumerate(batches) if len(batch) + len(part) <= rows_per_batch]
             if fits:
                 place = min(fits, key=tokens.__getitem__)
@@ -260,11 +264,16 @@ def order_rows(
                 place = min(range(len(batches)), key=lambda b: len(batches[b]))
                 room = rows_per_batch - len(batches[place])
                 part, rest = part[:room], part[room:]
-                waiting.append(rest)
+                size = -count_tokens(rows, part)
+                heapq.heappush(heap, (-count_tokens(rows, rest), turn, rest))
             batches[place] += part
-            tokens[place] += count_tokens(rows, part)
+            tokens[place] -= size
         order += [i for batch in batches for i in batch]
     return order
+
+
+def _pieces(rows: Sequence[Row], groups: Sequence[list[int]], rows_per_batch: int) -> list[list[int]]:
+    return [piece for members in groups for piece in _deal(rows, members, rows_per_batch)]
 
 
 def _deal(rows: Sequence[Row], members: list[int], rows_per_batch: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """`GRPOTrainer`: TRL's trainer with every log-probability pass on packed rows in which a group shares its prompt."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -23,7 +24,9 @@ from ..data.shared_prompts import (
     find_groups,
     order_rows,
 )
+from ..models.adapters import needs_whole_rows
 from ..models.support import check_sharing
+from ..patches.attention.patch import own_attention
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
@@ -32,7 +35,8 @@ from .rollouts import EmptyCompletions
 
 logger = get_logger(__name__)
 
-ROWS = "shared_prompt_rows"  # the key under which a micro-batch carries the descriptions of its rows
+# what of a micro-batch decides about its rows
+_IDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 @dataclasses.dataclass
@@ -96,7 +100,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             # before TRL wraps this model's forward again
             earlier.remove()
         self._rows: list[Row] | None = None  # of the micro-batch in `_compute_loss`
-        self._described: tuple[Any, Any] = (None, None)  # the last ids described, and their rows
+        self._buffered_rows: list[tuple[dict[str, Any], list[Row]]] = []  # of each micro-batch in TRL's buffer
+        self._described: tuple[Any, Any] = (None, None)  # the last batch described, and its rows
         self._said: set[str] = set()
         self.token_counts = TokenCounts()
         super().__init__(model, reward_funcs, args, *trl_args, **trl_kwargs)
@@ -114,14 +119,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             skip["attention"] = f"the rows are TRL's: {self._refusal}"
         self.patch_report = apply_patches(self.model, config, skip=skip)
         if self.ref_model is not None:
-            apply_patches(self.accelerator.unwrap_model(self.ref_model), config, skip=skip)
+            reference = apply_patches(self.accelerator.unwrap_model(self.ref_model), config, skip=skip)
+            self.patch_report.add(
+                PatchEntry(
+                    "reference model", ("ref_model",), "the same patches", undo=lambda model: reference.remove()
+                )
+            )
         self._report_trainer()
 
     def _why_not_shared(self) -> str | None:
         """Why all passes have to stay TRL's, or `None`."""
         base = base_model(self.model)
-        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
-            return f"{self.model.active_peft_config.peft_type.value} puts virtual tokens in front of every row"
+        if (whole := needs_whole_rows(self.model)) is not None:
+            return whole
         dropout = max((getattr(m, "attention_dropout", 0.0) or 0.0 for m in _attention_modules(base)), default=0.0)
         if dropout:
             return f"attention_dropout={dropout} would draw once for the prompt of a whole group"
@@ -166,6 +176,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         else:
             how = "balanced by tokens" if getattr(self.args, "balance_tokens", True) else "in random order"
             report.add(PatchEntry("micro-batches", ("_prepare_inputs",), f"groups together, {how}", undo=_keep))
+        if self.args.torch_compile and not self._refusal:
+            logger.warning(
+                "torch_compile=True compiles again for almost every batch, whose rows have other lengths: right, but "
+                "slow. Set torch_compile=False, or share_prompts=False to compile less often."
+            )
         rows, group = self.args.per_device_train_batch_size, self.num_generations
         if self._shares and not self._refusal and rows % group:
             logger.warning(
@@ -174,10 +189,19 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"per_device_train_batch_size={-(-rows // group) * group} shares more."
             )
 
+    def _generate_single_turn(self, *args, **kwargs):
+        if not self.use_transformers_continuous_batching or not self._patched:
+            return super()._generate_single_turn(*args, **kwargs)
+        # its paged cache takes transformers' own attention functions only
+        with own_attention(base_model(self.model)):
+            return super()._generate_single_turn(*args, **kwargs)
+
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         self._described = (None, None)
+        if self._buffered_inputs is not before:
+            self._buffered_rows = []
         if self._refusal or self._buffered_inputs is before or not self.model.training:
             return inputs
         self._buffered_inputs = self._regroup(self._buffered_inputs)
@@ -206,10 +230,16 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
             whole = {key: _permute(value, order) for key, value in whole.items()}
             rows = [rows[i] for i in order]
-        return split_tensor_dict(whole | {ROWS: rows}, len(batches))
+            batches = split_tensor_dict(whole, len(batches))
+        size = len(rows) // len(batches)
+        self._buffered_rows = [(batch, rows[i * size : (i + 1) * size]) for i, batch in enumerate(batches)]
+        return batches
 
     def _compute_loss(self, model, inputs):
-        self._rows = inputs.get(ROWS)
+        if self._loss_is_trls:
+            for batch, rows in self._buffered_rows:
+                if all(inputs.get(key) is batch[key] for key in _IDS):
+                    self._rows = rows
         try:
             return super()._compute_loss(model, inputs)
         finally:
@@ -230,7 +260,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         rows = self._refusal
         if rows is None:
             has_images = any(value is not None for value in images.values())
-            rows = "the batch has images" if has_images else self._describe(input_ids, attention_mask, logits_to_keep)
+            rows = "the batch has images" if has_images else self._taken_off(model)
+        if rows is None:
+            rows = self._describe(input_ids, attention_mask, logits_to_keep)
         if isinstance(rows, str):
             self._say_once(rows)
             return super()._get_per_token_logps_and_entropies(
@@ -248,17 +280,38 @@ class GRPOTrainer(trl.GRPOTrainer):
                 model, input_ids, rows, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
             )
 
+    @functools.cached_property
+    def _loss_is_trls(self) -> bool:
+        """Whether nothing stands between `_compute_loss` here and TRL's, which scores its inputs as they are."""
+        classes = type(self).__mro__
+        above = classes[classes.index(GRPOTrainer) + 1 :]
+        return next(c for c in above if "_compute_loss" in vars(c)) is trl.GRPOTrainer
+
     def _describe(self, input_ids, attention_mask, logits_to_keep) -> list[Row] | str:
-        if self._rows is not None and len(self._rows) == len(input_ids):
+        if self._rows is not None:
             return self._rows
-        if self._described[0] is not input_ids:  # the old and the reference pass have the same ids
-            self._described = (input_ids, describe_rows(input_ids, attention_mask, logits_to_keep))
-        return self._described[1]
+        # the old and the reference pass have the same batch; a version changes with every write
+        batch = (input_ids, attention_mask, logits_to_keep, input_ids._version, attention_mask._version)
+        last, rows = self._described
+        if last is None or not all(
+            a is b or (isinstance(a, int) and a == b) for a, b in zip(batch, last, strict=True)
+        ):
+            rows = describe_rows(input_ids, attention_mask, logits_to_keep)
+            self._described = (batch, rows)
+        return rows
+
+    def _taken_off(self, model) -> str | None:
+        """Why `model` cannot take packed rows now: its report was removed, or another trainer patched it."""
+        report = current_report(self.accelerator.unwrap_model(model))
+        if report is None or not report["attention"].applied:
+            return "the packed attention of this trainer was taken off its model"
+        return None
 
     def _score_rows(self, model, input_ids, rows, logits_to_keep, batch_size, compute_entropy, compute_aux_loss):
         batch, width = input_ids.shape
         groups = find_groups(rows, self._shares)
-        if batch_size is None:  # the policy's pass: one micro-batch, whose backward comes once
+        # the policy's pass is one micro-batch, whose backward comes once; experts are balanced over all of its tokens
+        if batch_size is None or compute_aux_loss:
             passes = [groups]
         else:
             budget = getattr(self.args, "max_tokens_per_pass", None) or batch_size * width

@@ -15,6 +15,7 @@ from trl.trainer.utils import get_config_model_id
 from ..config import SFTConfig
 from ..data.accounting import count_tokens, describe_losses
 from ..data.collators import PackedDataCollator
+from ..models.adapters import needs_whole_rows
 from ..models.support import check_packing
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
@@ -129,14 +130,14 @@ class SFTTrainer(trl.SFTTrainer):
             return f"the batches of {type(self.data_collator).__name__} are used as they are"
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             return "context or sequence parallelism cuts the batches after collation"
-        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
-            peft_type = self.model.active_peft_config.peft_type.value
-            if self._packs:
-                raise ValueError(
-                    f"packing with {peft_type} puts virtual tokens in front of a row, and its samples would see each "
-                    "other; set packing=False and padding_free=False, or use LoRA"
-                )
-            return f"{peft_type} moves every position by its virtual tokens"
+        reason = needs_whole_rows(self.model)
+        if reason and self._packs:
+            raise ValueError(
+                f"packing with {reason}, and its samples would see each other; set packing=False and "
+                "padding_free=False, or use LoRA"
+            )
+        if reason and self.model.active_peft_config.is_prompt_learning:
+            return f"{self.model.active_peft_config.peft_type.value} moves every position by its virtual tokens"
         return None
 
     def _report_trainer(self, refusal: str | None) -> None:
