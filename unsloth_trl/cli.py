@@ -19,8 +19,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="train a LoRA adapter on a small model and compare it before and after",
         description="Train a LoRA adapter with packing on small reasoning tasks and show held-out loss and accuracy "
         "before and after, speed, and what was patched. At most 4 minutes on 2 CPU cores; a GPU is used if there is "
-        "one.",
+        "one. With --grpo: rollouts on a reasoning task, rewarded by its scorer, with reward and tokens per step; at "
+        "most 6 minutes.",
     )
+    demo.add_argument("--grpo", action="store_true", help="reinforcement learning with GRPO instead of fine-tuning")
     demo.add_argument(
         "--model",
         metavar="NAME_OR_FOLDER",
@@ -29,11 +31,14 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--output_dir",
         metavar="FOLDER",
-        help="where to write the adapter and the loss curve (default: the first of unsloth_trl_demo, "
+        help="where to write the adapter and the plot (default: the first of unsloth_trl_demo, "
         "unsloth_trl_demo-2, ... that is free)",
     )
     demo.add_argument(
-        "--max_steps", type=_positive, metavar="N", help="training steps (default: 45 on a CPU, 200 on a GPU)"
+        "--max_steps",
+        type=_positive,
+        metavar="N",
+        help="training steps (default: 45 on a CPU, 200 on a GPU; 7 with --grpo)",
     )
     demo.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the data and the run (default: 0)")
     demo.set_defaults(run=_demo)
@@ -57,10 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import, too long for --help
     from unsloth_trl.demo import DemoError, run_demo
+    from unsloth_trl.demo_grpo import run_grpo_demo
     from unsloth_trl.models.smollm2 import ModelUnavailableError
 
+    run = run_grpo_demo if options.grpo else run_demo
     try:
-        run_demo(options.model, options.output_dir, options.max_steps, options.seed)
+        run(options.model, options.output_dir, options.max_steps, options.seed)
     except (DemoError, ModelUnavailableError) as error:
         print(f"unsloth-trl demo: error: {error}", file=sys.stderr)
         return 1
