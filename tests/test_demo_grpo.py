@@ -63,6 +63,13 @@ def test_prompts_share_solved_examples_and_ask_every_question_once():
         assert answer == ", ".join(reversed(words)) and len(words) == 2
 
 
+def test_prompts_leave_out_questions_that_came_before(monkeypatch):
+    items = [{"question": f"{text}\n", "answer": text.upper()} for text in "abcacdbef"]
+    monkeypatch.setattr("reasoning_gym.create_dataset", lambda task, size, seed, **options: items[:size])
+    rows = demo_grpo.build_prompts(4, seed=0)[1]
+    assert [(row["prompt"][-1]["content"], row["index"]) for row in rows] == [("c", 2), ("d", 5), ("e", 7), ("f", 8)]
+
+
 def test_prompts_do_not_hold_their_answer():
     dataset, rows = demo_grpo.build_prompts(40, seed=0)
     for row in rows:
