@@ -10,8 +10,8 @@ from tests.trainers.grpo_runs import Rollouts, run_grpo, run_oracle, run_ours
 
 
 TOL = 1e-4
-# Gemma 4 multiplies rounding: its own packed SFT needs the same
-LOOSER = {"gemma4_text": 1e-3}
+# one tensor of 94, whose update is small: TRL with sdpa and TRL with eager attention differ by 2.6e-4 there
+LOOSER = {("gemma4_text", False): 3e-4}
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 SEVERAL = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
@@ -33,7 +33,7 @@ def plain_trl(model, **kwargs):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_architectures(model_type, lora):
-    ours, _ = assert_equal(model_type, LOOSER.get(model_type, TOL), lora=lora, beta=0.1)
+    ours, _ = assert_equal(model_type, LOOSER.get((model_type, lora), TOL), lora=lora, beta=0.1)
     counts = ours.trainer.token_counts
     assert counts.shared < 0.7 * counts.unshared
 

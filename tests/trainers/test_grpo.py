@@ -125,6 +125,7 @@ def test_lora_on_experts(model_type):
 
 def test_qlora(tmp_path):
     """NF4 base weights on the CPU; the adapter, which TRL makes bf16, in fp32 to compare updates."""
+    pytest.importorskip("bitsandbytes", reason="the test extra has it")
     tiny_model("llama").save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 
