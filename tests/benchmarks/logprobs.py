@@ -3,8 +3,8 @@
     python tests/benchmarks/logprobs.py
 
 A random model of 12 layers whose logits are spread as a trained model's are, groups of 8 completions, log-probs from
-each trainer's own method: TRL's on the padded batch, TRL's again one row at a time without padding (another batch
-shape), ours. Prints one line `RESULT {json}` with a histogram of the absolute differences and the errors against fp32.
+each trainer's own method: TRL's on the padded batch, TRL's again on a wider one and one row at a time without padding
+(other batch shapes), ours. Prints one line `RESULT {json}` with a histogram of the absolute differences and the errors against fp32.
 """
 
 import itertools
@@ -90,6 +90,9 @@ def measure() -> dict:
     real = {}
     theirs = trainer(trl, model(torch.bfloat16, "flash_attention_2"))
     real["padded"] = scores(theirs, ids, mask, width, 8)
+    # the longest prompt has no padding in the first shape: here every row has other positions than there
+    further = [torch.nn.functional.pad(x, (64, 0)) for x in (ids, mask)]
+    real["padded further"] = scores(theirs, *further, width, 8)
     rows = []
     for row, keep in zip(ids, mask.bool(), strict=True):
         completion = int(keep[-width:].sum())
@@ -106,6 +109,7 @@ def measure() -> dict:
     result = {"tokens": counts, "num_labels": truth.numel(), "bins": BINS[:-1]}
     for name, pair in {
         "TRL row by row - TRL padded": ("row by row", "padded"),
+        "TRL padded further - TRL padded": ("padded further", "padded"),
         "shared - TRL padded": ("shared", "padded"),
         "shared - TRL row by row": ("shared", "row by row"),
     }.items():
