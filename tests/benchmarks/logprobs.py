@@ -4,7 +4,8 @@
 
 A random model of 12 layers whose logits are spread as a trained model's are, groups of 8 completions, log-probs from
 each trainer's own method: TRL's on the padded batch, TRL's again on a wider one and one row at a time without padding
-(other batch shapes), ours. Prints one line `RESULT {json}` with a histogram of the absolute differences and the errors against fp32.
+(other batch shapes), ours. Prints one line `RESULT {json}` with a histogram of the absolute differences and the errors
+against fp32.
 """
 
 import itertools
