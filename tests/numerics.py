@@ -33,6 +33,20 @@ SGD = {"optim": "sgd", "learning_rate": 0.05}
 SGD_LORA = {"optim": "sgd", "learning_rate": 0.2}
 ADAMW = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2}
 
+# Every step logged, nothing clipped, nothing written.
+CPU = {
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "lr_scheduler_type": "constant",
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "max_grad_norm": 1e9,  # the norm is logged, and no clipping hides a wrong scale
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+}
+
 # Rows of text do not reach the vision half of a wrapper.
 _VISION = ("vision_tower", "mm_projector")
 
@@ -94,16 +108,7 @@ def make_trainer(
         lora_kwargs, trainer_kwargs, config: For `LoraConfig`, the trainer and its config.
     """
     settings = {
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "lr_scheduler_type": "constant",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "max_grad_norm": 1e9,  # the norm is logged, and no clipping hides a wrong scale
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
+        **CPU,
         **EPOCH,
         **(SGD_LORA if lora else SGD),
         **config,

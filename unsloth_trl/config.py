@@ -50,16 +50,18 @@ class PatchArguments:
 
     def _check_patch_arguments(self) -> None:
         PatchConfig.from_args(self)  # raises for a value it does not know
-        for switch in fields(PatchArguments):
-            value = getattr(self, switch.name)
-            if switch.type is bool and not isinstance(value, bool):
-                raise ValueError(f"{switch.name}={value!r} is not a bool; set True or False")
+        self._require_bool(*(switch.name for switch in fields(PatchArguments) if switch.type is bool))
         if self.patches not in ("auto", "none"):
             raise ValueError(f"patches={self.patches!r} is unknown; choose 'auto' or 'none'")
         if self.strict and self.allow_unverified:
             raise ValueError(
                 "strict=True and allow_unverified=True contradict each other for an unverified architecture; set one"
             )
+
+    def _require_bool(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; set True or False")
 
     def _choose_precision(self) -> None:
         """TRL's default is bf16 everywhere; this is for machines that have none, where TRL emulates it or raises."""
@@ -121,9 +123,7 @@ class GRPOConfig(PatchArguments, trl.GRPOConfig):
 
     def __post_init__(self):
         self._check_patch_arguments()
-        for name in ("share_prompts", "balance_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; set True or False")
+        self._require_bool("share_prompts", "balance_tokens")
         if self.max_tokens_per_pass is not None and self.max_tokens_per_pass < 1:
             raise ValueError(
                 f"max_tokens_per_pass={self.max_tokens_per_pass} is less than 1; set None for the default"

@@ -375,6 +375,28 @@ class _ProgressBar(TrainerCallback):
         self._evaluation = None
 
 
+def run_settings(on_gpu: bool, dtype: torch.dtype, seed: int) -> dict:
+    """What the configs of both demos have in common."""
+    return {
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        # the activations of so small a model fit, and recomputing them costs a third of the time
+        "gradient_checkpointing": False,
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": on_gpu and dtype == torch.float32,
+        "seed": seed,
+    }
+
+
+def demo_lora() -> LoraConfig:
+    """The adapter that both demos train."""
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: Path, seed: int, dtype) -> SFTTrainer:
     on_gpu = base.device.type == "cuda"
     config = SFTConfig(
@@ -387,17 +409,7 @@ def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: 
         learning_rate=1e-3 if not on_gpu else 5e-4,
         lr_scheduler_type="cosine",
         warmup_steps=min(5, scale.max_steps // 4),
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        # the activations of so small a model fit, and recomputing them costs a third of the time
-        gradient_checkpointing=False,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        bf16=dtype == torch.bfloat16,
-        fp16=on_gpu and dtype == torch.float32,
-        seed=seed,
+        **run_settings(on_gpu, dtype, seed),
     )
     trainer = SFTTrainer(
         base,
@@ -405,7 +417,7 @@ def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: 
         train_dataset=Dataset.from_list(train_rows).remove_columns("task"),
         eval_dataset=Dataset.from_list(held_out).remove_columns("task"),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=demo_lora(),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_ProgressBar())

@@ -10,12 +10,20 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from unsloth_trl.demo import DemoError, _check_extras, _load, _training_dtype, prepare_output_dir, resolve_model
+from unsloth_trl.demo import (
+    DemoError,
+    _check_extras,
+    _load,
+    _training_dtype,
+    demo_lora,
+    prepare_output_dir,
+    resolve_model,
+    run_settings,
+)
 
 
 SYSTEM_PROMPT = "Reply with the answer only."
@@ -383,17 +391,7 @@ def _build_trainer(base, tokenizer, rows, reward, num_steps: int, folder: Path, 
         lr_scheduler_type="linear",
         beta=0.0,
         shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        # the activations of so small a model fit, and recomputing them costs a third of the time
-        gradient_checkpointing=False,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        bf16=dtype == torch.bfloat16,
-        fp16=on_gpu and dtype == torch.float32,
-        seed=seed,
+        **run_settings(on_gpu, dtype, seed),
     )
     return GRPOTrainer(
         base,
@@ -401,5 +399,5 @@ def _build_trainer(base, tokenizer, rows, reward, num_steps: int, folder: Path, 
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=demo_lora(),
     )

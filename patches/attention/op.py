@@ -16,6 +16,68 @@ from .reference import varlen_attention_backward_reference, varlen_attention_ref
 MAX_HEAD_DIM = 256
 
 
+def flash_forward(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window=0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of the kernel. `window` keys are seen, with `causal` only; 0 for no limit."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0 if window else -1,
+    )
+    return out, lse
+
+
+def flash_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    scale,
+    causal,
+    window=0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; `grad_out` contiguous, the rest as in `flash_forward`."""
+    # without dropout the kernel never reads its random state, but wants the tensors
+    rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        0.0,
+        causal,
+        rng_state,
+        unused,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0 if window else -1,
+    )
+
+
 # The name keeps "flash_attn" in it: TRL's selective checkpointing saves ops whose name has it instead of recomputing.
 @torch.library.custom_op("unsloth_trl::flash_attn_varlen", mutates_args=(), device_types="cuda")
 def _flash_attn_varlen(
@@ -27,22 +89,7 @@ def _flash_attn_varlen(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if window else -1,
-    )
-    return out, lse
+    return flash_forward(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True, window)
 
 
 @_flash_attn_varlen.register_kernel("cpu")
@@ -69,10 +116,7 @@ def _flash_attn_varlen_backward(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # without dropout the kernel never reads its random state, but wants the tensors
-    rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
-    unused = torch.empty(0, dtype=torch.uint64, device=query.device)
-    return torch.ops.aten._flash_attention_backward(
+    return flash_backward(
         grad_out.contiguous(),
         query,
         key,
@@ -83,13 +127,9 @@ def _flash_attn_varlen_backward(
         cu_seqlens,
         max_seqlen,
         max_seqlen,
-        0.0,
+        scale,
         True,
-        rng_state,
-        unused,
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if window else -1,
+        window,
     )
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..layout import NO_PARENT, PackedLayout
-from .op import pad_heads
+from .op import flash_backward, flash_forward, pad_heads
 from .reference import varlen_attention_backward_reference, varlen_attention_reference
 
 
@@ -42,18 +42,20 @@ class _Call(NamedTuple):
 
 def level_refusal(layout: PackedLayout) -> str | None:
     """Why the segments of `layout` do not lie level by level, siblings together, or `None` if they do."""
-    depths, last = [], (0, NO_PARENT)
-    for i in range(_without_padding(layout)):
-        parent = layout.parents[i]
-        depths.append(0 if parent == NO_PARENT else depths[parent] + 1)
-        if (depths[i], parent) < last:
+    last = (0, NO_PARENT)
+    for i, place in enumerate(zip(_depths(layout), layout.parents, strict=False)):
+        if place < last:
             return f"segment {i} before the others of its level (order segments by depth, then by parent)"
-        last = (depths[i], parent)
+        last = place
     return None
 
 
-def _without_padding(layout: PackedLayout) -> int:
-    return layout.num_segments - (1 if layout.num_padding else 0)
+def _depths(layout: PackedLayout) -> list[int]:
+    """How many ancestors each segment has, the closing padding segment left out."""
+    depths: list[int] = []
+    for parent in layout.parents[: layout.num_segments - bool(layout.num_padding)]:
+        depths.append(0 if parent == NO_PARENT else depths[parent] + 1)
+    return depths
 
 
 def build_cross_calls(layout: PackedLayout) -> CrossCalls:
@@ -67,13 +69,10 @@ def build_cross_calls(layout: PackedLayout) -> CrossCalls:
         `CrossCalls`: On the layout's device.
     """
     levels: list[list[int]] = []
-    depths = []
-    for i in range(_without_padding(layout)):
-        parent = layout.parents[i]
-        depths.append(0 if parent == NO_PARENT else depths[parent] + 1)
-        if depths[i] == len(levels):
+    for i, depth in enumerate(_depths(layout)):
+        if depth == len(levels):
             levels.append([])
-        levels[depths[i]].append(i)
+        levels[depth].append(i)
     starts = list(itertools.accumulate(layout.seqlens, initial=0))
     boundaries, table = [], []
     for depth in range(1, len(levels)):
@@ -113,22 +112,14 @@ def _calls(cu_seqlens: torch.Tensor, table: list[int]):
 def _attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal):
     if q.device.type != "cuda":
         return varlen_attention_reference(q, k, v, cu_q, scale, cu_seqlens_k=None if causal else cu_k)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
-    )
-    return out, lse
+    return flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal)
 
 
 def _attend_backward(grad_out, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, causal):
     if q.device.type != "cuda":
         cu_k = None if causal else cu_k
         return varlen_attention_backward_reference(grad_out, q, k, v, out, lse, cu_q, scale, cu_seqlens_k=cu_k)
-    # without dropout the kernel never reads its random state, but wants the tensors
-    rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-    unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
-        grad_out, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, rng_state, unused, scale=scale
-    )
+    return flash_backward(grad_out, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, causal)
 
 
 def _merge_(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:

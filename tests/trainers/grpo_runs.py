@@ -13,14 +13,13 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 import unsloth_trl
-from tests.numerics import ADAMW, SGD, SGD_LORA, Run, snapshot, updates_since
+from tests.numerics import ADAMW, CPU, SGD, SGD_LORA, Run, snapshot, updates_since
 from tests.tiny import EOS, VOCAB, lora_config, tiny_model, tiny_tokenizer
 from unsloth_trl.data.shared_prompts import describe_rows, find_groups, order_rows
 
 
 LOGGED = ("loss", "grad_norm", "entropy", "kl", "aux_loss", "policy_loss", "entropy_coef", "reward", "num_tokens")
 LOGGED_PREFIXES = ("clip_ratio", "cispo", "vespo", "completions", "sampling", "rewards")
-TIMES = ("step_time",)
 
 
 class Rollouts:
@@ -63,17 +62,8 @@ def settings(**fields) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "max_completion_length": 9,
         "max_steps": 3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "lr_scheduler_type": "constant",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "max_grad_norm": 1e9,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
         "seed": 0,
+        **CPU,
         **SGD,
     }
     merged = base | fields

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from peft import PeftModel
 from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
-from trl.trainer.utils import get_config_model_id, split_tensor_dict
+from trl.trainer.utils import split_tensor_dict
 
 from ..config import GRPOConfig
 from ..data.shared_prompts import (
@@ -30,6 +30,7 @@ from ..patches.attention.patch import own_attention
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
+from .construction import default_name, keep, setting, take_off_earlier_patches
 from .rollouts import EmptyCompletions
 
 
@@ -93,12 +94,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         **trl_kwargs,
     ):
         if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
-        self._patched = getattr(args, "patches", "auto") != "none"
-        if self._patched and not isinstance(model, str) and (earlier := current_report(model)) is not None:
-            # before TRL wraps this model's forward again
-            earlier.remove()
+            args = GRPOConfig(default_name(model, "GRPO"))
+        self._patched = setting(args, "patches") != "none"
+        if self._patched:
+            take_off_earlier_patches(model)
         self._rows: list[Row] | None = None  # of the micro-batch in `_compute_loss`
         self._buffered_rows: list[tuple[dict[str, Any], list[Row]]] = []  # of each micro-batch in TRL's buffer
         self._described: tuple[Any, Any] = (None, None)  # the last batch described, and its rows
@@ -140,8 +139,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             return "the dataset has images"
         return check_sharing(
             base.config,
-            strict=getattr(self.args, "strict", False),
-            allow_unverified=getattr(self.args, "allow_unverified", False),
+            strict=setting(self.args, "strict"),
+            allow_unverified=setting(self.args, "allow_unverified"),
             model=base,
         )
 
@@ -159,7 +158,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @property
     def _shares(self) -> bool:
-        return getattr(self.args, "share_prompts", True)
+        return setting(self.args, "share_prompts")
 
     def _report_trainer(self) -> None:
         """List what the trainer itself does, beside the patches in the model."""
@@ -168,14 +167,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             logger.warning(f"Prompts are not shared: {self._refusal}. Training goes on with TRL's padded rows.")
             report.add(PatchEntry("shared prompts", (), self._refusal))
         elif self._shares:
-            report.add(PatchEntry("shared prompts", ("policy, old and reference passes",), "once a group", undo=_keep))
+            report.add(PatchEntry("shared prompts", ("policy, old and reference passes",), "once a group", undo=keep))
         else:
             report.add(PatchEntry("shared prompts", (), "share_prompts=False: rows without padding, prompts repeated"))
         if self._keeps_batches:
             report.add(PatchEntry("micro-batches", (), f"TRL's: {self._keeps_batches}"))
         else:
-            how = "balanced by tokens" if getattr(self.args, "balance_tokens", True) else "in random order"
-            report.add(PatchEntry("micro-batches", ("_prepare_inputs",), f"groups together, {how}", undo=_keep))
+            how = "balanced by tokens" if setting(self.args, "balance_tokens") else "in random order"
+            report.add(PatchEntry("micro-batches", ("_prepare_inputs",), f"groups together, {how}", undo=keep))
         if self.args.torch_compile and not self._refusal:
             logger.warning(
                 "torch_compile=True compiles again for almost every batch, whose rows have other lengths: right, but "
@@ -226,7 +225,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 find_groups(rows, self._shares),
                 rows_per_batch=len(rows) // len(batches),
                 batches_per_window=math.gcd(len(batches), self.args.gradient_accumulation_steps),
-                balance=getattr(self.args, "balance_tokens", True),
+                balance=setting(self.args, "balance_tokens"),
             )
             whole = {key: _permute(value, order) for key, value in whole.items()}
             rows = [rows[i] for i in order]
@@ -314,7 +313,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if batch_size is None or compute_aux_loss:
             passes = [groups]
         else:
-            budget = getattr(self.args, "max_tokens_per_pass", None) or batch_size * width
+            budget = setting(self.args, "max_tokens_per_pass") or batch_size * width
             passes = cut_by_tokens(rows, groups, budget) or [groups]
         ids = input_ids.flatten()
         log_probs = entropy = aux_loss = None
@@ -361,10 +360,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 def _attention_modules(model: PreTrainedModel):
     return (module for module in model.modules() if isinstance(getattr(module, "attention_dropout", None), float))
-
-
-def _keep(model) -> None:
-    """The trainer's own parts are not in the model: there is nothing to take out of it."""
 
 
 def _join(values: list[Any]) -> Any:

@@ -10,7 +10,6 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import get_config_model_id
 
 from ..config import SFTConfig
 from ..data.accounting import count_tokens, describe_losses
@@ -18,8 +17,9 @@ from ..data.collators import PackedDataCollator
 from ..models.adapters import needs_whole_rows
 from ..models.support import check_packing
 from ..patches.config import PatchConfig
-from ..patches.registry import apply_patches, base_model, current_report
+from ..patches.registry import apply_patches, base_model
 from ..patches.report import PatchEntry, PatchReport
+from .construction import default_name, keep, setting, take_off_earlier_patches
 from .metrics import DeviceMetrics
 
 
@@ -74,17 +74,14 @@ class SFTTrainer(trl.SFTTrainer):
         **trl_kwargs,
     ):
         if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = SFTConfig(f"{name.split('/')[-1]}-SFT")
+            args = SFTConfig(default_name(model, "SFT"))
         elif not isinstance(args, trl.SFTConfig):
             # as TRL does with plain TrainingArguments, into a config that has the fields looked at here
             args = SFTConfig(**(args.to_dict() | {"hub_token": args.hub_token}))
-        self._patched = getattr(args, "patches", "auto") != "none"
+        self._patched = setting(args, "patches") != "none"
         if self._patched:
             args = _with_supported_packing(model, args)
-            if not isinstance(model, str) and (earlier := current_report(model)) is not None:
-                # before TRL wraps this model's forward again
-                earlier.remove()
+            take_off_earlier_patches(model)
         train_dataset = trl_args[0] if trl_args else trl_kwargs.get("train_dataset")
         if isinstance(train_dataset, Dataset) and not len(train_dataset):
             raise ValueError("the train dataset is empty")  # TRL looks at its first row
@@ -147,15 +144,15 @@ class SFTTrainer(trl.SFTTrainer):
             report.add(PatchEntry("collator", (), refusal))
         else:
             what = "packed rows with their boundaries" if self._packs else "padded rows"
-            report.add(PatchEntry("collator", ("data_collator",), f"{what}, labelled positions", undo=_keep))
+            report.add(PatchEntry("collator", ("data_collator",), f"{what}, labelled positions", undo=keep))
         if refusal or not self.data_collator.cached:
             report.add(PatchEntry("metrics", (), "no labelled positions come with the batches: TRL's path"))
         elif self._standard_loss:
-            report.add(PatchEntry("metrics", ("log",), "on the device until they are logged", undo=_keep))
+            report.add(PatchEntry("metrics", ("log",), "on the device until they are logged", undo=keep))
         else:
             report.add(PatchEntry("metrics", (), "a loss of your own, label smoothing or DeepSpeed SP: TRL's path"))
         if self.args.logging_nan_inf_filter:
-            report.add(PatchEntry("nan filter", ("training_step",), "on the device", undo=_keep))
+            report.add(PatchEntry("nan filter", ("training_step",), "on the device", undo=keep))
         if self.args.device.type == "cuda" and not self.args.accelerator_config.non_blocking:
             reason = "accelerator_config non_blocking is False: each batch waits for its copy"
             report.add(PatchEntry("non-blocking batch copies", (), reason))
@@ -299,10 +296,6 @@ class SFTTrainer(trl.SFTTrainer):
             metrics["aux_loss"].append(row.aux_loss / row.num_processes)
 
 
-def _keep(model) -> None:
-    """The trainer's own parts are not in the model: there is nothing to take out of it."""
-
-
 def _with_supported_packing(model, args):
     """`args`, or a copy of it that does not pack where the support table has not verified packing."""
     wants = [name for name in ("packing", "padding_free", "eval_packing") if getattr(args, name)]
@@ -319,8 +312,8 @@ def _with_supported_packing(model, args):
         config = model.config
     if check_packing(
         config,
-        strict=getattr(args, "strict", False),
-        allow_unverified=getattr(args, "allow_unverified", False),
+        strict=setting(args, "strict"),
+        allow_unverified=setting(args, "allow_unverified"),
         model=None if isinstance(model, str) else model,
     ):
         return args

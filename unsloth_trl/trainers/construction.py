@@ -1,0 +1,30 @@
+"""What both trainers do around TRL's constructor."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from trl.trainer.utils import get_config_model_id
+
+from ..config import GRPOConfig
+from ..patches.registry import current_report
+
+
+def default_name(model: str | PreTrainedModel, task: str) -> str:
+    """The `output_dir` of a run without a config, as TRL names it."""
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    return f"{name.split('/')[-1]}-{task}"
+
+
+def setting(args: Any, name: str) -> Any:
+    """A field of this package's configs, its default where `args` is TRL's own config."""
+    return getattr(args, name, getattr(GRPOConfig, name))
+
+
+def take_off_earlier_patches(model: str | PreTrainedModel) -> None:
+    """Remove the patches of an earlier trainer, before TRL wraps this model's forward again."""
+    if not isinstance(model, str) and (earlier := current_report(model)) is not None:
+        earlier.remove()
+
+
+def keep(model: PreTrainedModel) -> None:
+    """The `undo` of the trainer's own parts: they are not in the model, so there is nothing to take out of it."""
