@@ -239,6 +239,16 @@ def test_groups_that_are_cut_are_announced(caplog):
     assert "per_device_train_batch_size=8 shares more" in caplog.text
 
 
+def test_too_few_prompts_are_announced(caplog):
+    with pytest.raises(ValueError, match="the train dataset is empty"):
+        make_grpo(unsloth_trl, "llama", init={"train_dataset": Dataset.from_dict({"prompt": []})})
+    with caplog.at_level(logging.WARNING):
+        trainer = make_grpo(unsloth_trl, "llama", init={"train_dataset": Dataset.from_dict({"prompt": ["w9"]})})
+    assert "has 1 prompts and a generation batch takes 2: train() makes no step" in caplog.text
+    trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
@@ -18,6 +19,18 @@ def default_name(model: str | PreTrainedModel, task: str) -> str:
 def setting(args: Any, name: str) -> Any:
     """A field of this package's configs, its default where `args` is TRL's own config."""
     return getattr(args, name, getattr(GRPOConfig, name))
+
+
+def refuse_empty(trl_args: tuple, trl_kwargs: dict) -> None:
+    """
+    Look at the train dataset among a constructor's other arguments, of which it is the first.
+
+    Raises:
+        ValueError: If it has no row. TRL looks at its first one, or trains for no step without a word.
+    """
+    train_dataset = trl_args[0] if trl_args else trl_kwargs.get("train_dataset")
+    if isinstance(train_dataset, Dataset) and not len(train_dataset):
+        raise ValueError("the train dataset is empty")
 
 
 def take_off_earlier_patches(model: str | PreTrainedModel) -> None:

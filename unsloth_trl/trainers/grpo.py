@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import trl
 from accelerate.logging import get_logger
+from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
@@ -30,7 +31,7 @@ from ..patches.attention.patch import own_attention
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
-from .construction import default_name, keep, setting, take_off_earlier_patches
+from .construction import default_name, keep, refuse_empty, setting, take_off_earlier_patches
 from .rollouts import EmptyCompletions
 
 
@@ -80,7 +81,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         token_counts (`TokenCounts`): What sharing has saved so far.
 
     Raises:
-        ValueError: If `strict=True` and the architecture is not verified.
+        ValueError: If `strict=True` and the architecture is not verified, or if the train dataset is empty.
     """
 
     _tag_names = [*trl.GRPOTrainer._tag_names, "unsloth_trl"]
@@ -95,6 +96,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     ):
         if args is None:
             args = GRPOConfig(default_name(model, "GRPO"))
+        refuse_empty(trl_args, trl_kwargs)
         self._patched = setting(args, "patches") != "none"
         if self._patched:
             take_off_earlier_patches(model)
@@ -179,6 +181,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             logger.warning(
                 "torch_compile=True compiles again for almost every batch, whose rows have other lengths: right, but "
                 "slow. Set torch_compile=False, or share_prompts=False to compile less often."
+            )
+        needed = self.args.generation_batch_size // self.num_generations
+        if isinstance(self.train_dataset, Dataset) and len(self.train_dataset) < needed:
+            logger.warning(
+                f"The train dataset has {len(self.train_dataset)} prompts and a generation batch takes {needed}: "
+                "train() makes no step. Add prompts, or lower per_device_train_batch_size or steps_per_generation."
             )
         rows, group = self.args.per_device_train_batch_size, self.num_generations
         if self._shares and not self._refusal and rows % group:

@@ -19,7 +19,7 @@ from ..models.support import check_packing
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model
 from ..patches.report import PatchEntry, PatchReport
-from .construction import default_name, keep, setting, take_off_earlier_patches
+from .construction import default_name, keep, refuse_empty, setting, take_off_earlier_patches
 from .metrics import DeviceMetrics
 
 
@@ -82,9 +82,7 @@ class SFTTrainer(trl.SFTTrainer):
         if self._patched:
             args = _with_supported_packing(model, args)
             take_off_earlier_patches(model)
-        train_dataset = trl_args[0] if trl_args else trl_kwargs.get("train_dataset")
-        if isinstance(train_dataset, Dataset) and not len(train_dataset):
-            raise ValueError("the train dataset is empty")  # TRL looks at its first row
+        refuse_empty(trl_args, trl_kwargs)
         super().__init__(model, args, data_collator, *trl_args, **trl_kwargs)
         self._device_metrics = DeviceMetrics(self.accelerator)
         self._modules: list[torch.nn.Module] = []  # of the model being trained, for `training_step`
