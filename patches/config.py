@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 
+CheckpointPolicy = Literal["auto", "keep", "recompute", "offload"]
 AttentionBackend = Literal["auto", "flash_attention_2", "sdpa", "eager"]
 
 
@@ -22,18 +23,39 @@ class PatchConfig:
             as without this package: for ablations.
         lean_lora (`bool`, *optional*, defaults to `True`):
             Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass.
+        checkpoint_policy (`str`, *optional*, defaults to `"auto"`):
+            What becomes of a decoder layer's activations where `gradient_checkpointing` is on. `"keep"` keeps them,
+            `"recompute"` computes them again from the layer's input, `"offload"` does that from an input that waits in
+            host memory. `"auto"` starts with `"recompute"`, measures the first step, and keeps as many layers as the
+            free device memory allows; outside of this package's trainers, and on a CPU, it stays with `"recompute"`.
+        max_pinned_gb (`float`, *optional*):
+            GiB of host memory that this process may page-lock for offloaded inputs. By default half of what is
+            available, shared by the processes of a machine.
+        staging_buffers (`int`, *optional*, defaults to 2):
+            Offloaded inputs that the backward has on the device at once: 2 copies one while another is used, 1 saves
+            the memory of one input and waits for each copy.
     """
 
     attention_backend: AttentionBackend = "auto"
     packed_metadata: bool = True
     lean_lora: bool = True
+    checkpoint_policy: CheckpointPolicy = "auto"
+    max_pinned_gb: float | None = None
+    staging_buffers: int = 2
 
     def __post_init__(self):
-        if self.attention_backend not in get_args(AttentionBackend):
+        for name, choices in (("attention_backend", AttentionBackend), ("checkpoint_policy", CheckpointPolicy)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(map(repr, get_args(choices)))}"
+                )
+        if self.max_pinned_gb is not None and not self.max_pinned_gb > 0:
             raise ValueError(
-                f"attention_backend={self.attention_backend!r} is unknown; choose from "
-                f"{', '.join(map(repr, get_args(AttentionBackend)))}"
+                f"max_pinned_gb={self.max_pinned_gb} is not above 0; set checkpoint_policy='recompute' to use no host "
+                "memory, or None for the default"
             )
+        if self.staging_buffers not in (1, 2, 3):
+            raise ValueError(f"staging_buffers={self.staging_buffers!r} is not 1, 2 or 3")
 
     @classmethod
     def from_args(cls, args: Any) -> "PatchConfig":

@@ -55,6 +55,7 @@ def apply_patches(
     """
     # the patches import transformers models' interfaces: at call time, so that this module stays light
     from .attention import patch as attention
+    from .checkpointing import patch as checkpointing
     from .lm_head import patch as lm_head
     from .lora import patch as lora
 
@@ -69,6 +70,7 @@ def apply_patches(
         ("attention", attention.apply),
         ("lm_head", lm_head.apply),
         ("lora", lora.apply),
+        ("checkpointing", checkpointing.apply),
     ):
         entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
     report = PatchReport(base, entries)

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import trl
 
-from .patches.config import AttentionBackend, PatchConfig
+from .patches.config import AttentionBackend, CheckpointPolicy, PatchConfig
 
 
 @dataclass
@@ -22,6 +22,12 @@ class PatchArguments:
         packed_metadata (`bool`, *optional*, defaults to `True`):
             See `PatchConfig`.
         lean_lora (`bool`, *optional*, defaults to `True`):
+            See `PatchConfig`.
+        checkpoint_policy (`str`, *optional*, defaults to `"auto"`):
+            See `PatchConfig`.
+        max_pinned_gb (`float`, *optional*):
+            See `PatchConfig`.
+        staging_buffers (`int`, *optional*, defaults to 2):
             See `PatchConfig`.
         strict (`bool`, *optional*, defaults to `False`):
             Raise instead of warning when the model's architecture is not verified.
@@ -40,6 +46,16 @@ class PatchArguments:
     )
     lean_lora: bool = field(
         default=True, metadata={"help": "Plain LoRA layers leave out needless casts, and scale and add in one pass."}
+    )
+    checkpoint_policy: CheckpointPolicy = field(
+        default="auto",
+        metadata={"help": "Keep, recompute or offload the activations of layers; 'auto' plans by the free memory."},
+    )
+    max_pinned_gb: float | None = field(
+        default=None, metadata={"help": "GiB of host memory that offloaded layer inputs may page-lock."}
+    )
+    staging_buffers: int = field(
+        default=2, metadata={"help": "Offloaded layer inputs that the backward has on the device at once."}
     )
     strict: bool = field(
         default=False, metadata={"help": "Raise instead of warning when the architecture is not verified."}

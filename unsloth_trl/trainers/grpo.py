@@ -32,6 +32,7 @@ from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
 from .construction import default_name, keep, refuse_empty, setting, take_off_earlier_patches
+from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
 from .rollouts import EmptyCompletions
 
 
@@ -57,7 +58,7 @@ class TokenCounts:
     padded: int = 0
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
     """
     `trl.GRPOTrainer` in which the prompt of a group goes through the model once per pass, and padding never does. Same
     arguments, same losses, same adapters: rollouts, rewards and all loss mathematics are TRL's.
@@ -85,6 +86,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     """
 
     _tag_names = [*trl.GRPOTrainer._tag_names, "unsloth_trl"]
+    _counted = ("token_counts",)
 
     def __init__(
         self,
@@ -118,9 +120,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         skip = {"lm_head": "TRL's head, with its temperature and entropy"}
         if self._refusal:
             skip["attention"] = f"the rows are TRL's: {self._refusal}"
+        if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:
+            skip["checkpointing"] = reason
+        config = settle_policy(config, self)
         self.patch_report = apply_patches(self.model, config, skip=skip)
+        self._start_planning()
         if self.ref_model is not None:
-            reference = apply_patches(self.accelerator.unwrap_model(self.ref_model), config, skip=skip)
+            frozen = skip | {"checkpointing": "it has no backward"}
+            reference = apply_patches(self.accelerator.unwrap_model(self.ref_model), config, skip=frozen)
             self.patch_report.add(
                 PatchEntry(
                     "reference model", ("ref_model",), "the same patches", undo=lambda model: reference.remove()
@@ -204,6 +211,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch):
+        if (again := self._inputs_again()) is not None:
+            return again
+        return self._before_micro_batch(self._prepared(generation_batch))
+
+    def _prepared(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         self._described = (None, None)

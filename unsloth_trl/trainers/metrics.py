@@ -57,6 +57,11 @@ class DeviceMetrics:
         # one row per process, so that the repeated samples of the last evaluation batch fall out as they do in TRL
         self._rows[mode].append(self._accelerator.gather_for_metrics(row).sum(0))
 
+    def __copy__(self) -> "DeviceMetrics":
+        other = DeviceMetrics(self._accelerator)
+        other._rows = {mode: list(rows) for mode, rows in self._rows.items()}
+        return other
+
     def drain(self, mode: str) -> list[Row]:
         """The rows added since the last call, in order."""
         rows, self._rows[mode] = self._rows[mode], []

@@ -21,6 +21,7 @@ from ..patches.registry import apply_patches, base_model
 from ..patches.report import PatchEntry, PatchReport
 from .construction import default_name, keep, refuse_empty, setting, take_off_earlier_patches
 from .metrics import DeviceMetrics
+from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
 
 
 logger = get_logger(__name__)
@@ -39,7 +40,7 @@ class _RestoreNanFilter(TrainerCallback):
     on_pre_optimizer_step = on_substep_end = on_step_end = _restore
 
 
-class SFTTrainer(trl.SFTTrainer):
+class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
     """
     `trl.SFTTrainer` with packed attention, a head that is told where the labels are, and metrics that stay on the
     device until they are logged. Same arguments, same losses, same adapters.
@@ -64,6 +65,7 @@ class SFTTrainer(trl.SFTTrainer):
     """
 
     _tag_names = [*trl.SFTTrainer._tag_names, "unsloth_trl"]
+    _counted = ("_device_metrics",)
 
     def __init__(
         self,
@@ -99,7 +101,11 @@ class SFTTrainer(trl.SFTTrainer):
             self.data_collator = PackedDataCollator.from_trl(self.data_collator, cached=config.packed_metadata)
             if not self._packs:
                 skip = {"attention": "no batch is packed, so the model keeps its own attention"}
+        if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:
+            skip["checkpointing"] = reason
+        config = settle_policy(config, self)
         self.patch_report = apply_patches(self.model, config, skip=skip)
+        self._start_planning()
         self._report_trainer(refusal)
         self._nan_filter = self.args.logging_nan_inf_filter
         # before the user's callbacks
@@ -197,11 +203,13 @@ class SFTTrainer(trl.SFTTrainer):
         self._columns = [*columns, "seq_lengths"] if lost else columns
 
     def _prepare_inputs(self, inputs):
+        if (again := self._inputs_again()) is not None:
+            return again
         inputs = super()._prepare_inputs(inputs)
         layout = inputs.get("packed_layout")
         if layout is not None and "position_ids" not in inputs:
             inputs["position_ids"] = layout.position_ids  # a view of the layout's buffer
-        return inputs
+        return self._before_micro_batch(inputs)
 
     @property
     def _standard_loss(self) -> bool:

@@ -1,0 +1,1 @@
+"""Which layers keep their activations, which recompute them, and where a layer's input waits meanwhile."""

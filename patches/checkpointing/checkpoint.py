@@ -1,0 +1,91 @@
+"""The checkpoint of one layer: torch's non-reentrant one, whose saved input may wait in host memory."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from .offload import HostMemoryError, Offloader, Saved, can_leave
+from .policy import Plan
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """
+    Inside this context, what autograd saves waits in host memory, bit for bit.
+
+    Around a checkpoint these are the inputs of the checkpointed function: what the function itself saves is taken by
+    the checkpoint's own hooks.
+
+    Args:
+        offloader (`Offloader`): Where to put it.
+        on_refusal (`Callable`, *optional*): Called with the error when host memory is refused; the tensor then stays
+            on its device.
+    """
+
+    def __init__(self, offloader: Offloader, on_refusal: Callable[[HostMemoryError], None] | None = None):
+        def pack(tensor: torch.Tensor) -> Saved | torch.Tensor:
+            if not can_leave(tensor):
+                return tensor
+            try:
+                return offloader.save(tensor)
+            except HostMemoryError as error:
+                if on_refusal is None:
+                    raise
+                on_refusal(error)
+                return tensor
+
+        super().__init__(pack, _unpack)
+
+
+def _unpack(saved: Saved | torch.Tensor) -> torch.Tensor:
+    return saved.mover.load(saved) if isinstance(saved, Saved) else saved
+
+
+class LayerCheckpoint:
+    """
+    What a layer calls to be checkpointed, in place of `torch.utils.checkpoint.checkpoint` and with its arguments.
+
+    Args:
+        plan (`Plan`): Decides what becomes of the layer.
+        index (`int`): The layer's place in the forward, from 0.
+        options (`dict`, *optional*): Keyword arguments for torch's checkpoint.
+    """
+
+    def __init__(self, plan: Plan, index: int, options: dict[str, Any] | None = None):
+        self.plan = plan
+        self.index = index
+        self.options = {"use_reentrant": False, **(options or {})}
+
+    # Under torch.compile the layers are compiled one by one, and what decides between them runs as it is.
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True: this checkpoint is non-reentrant, which works with DDP, keyword arguments and "
+                "inputs that need no gradient; leave the option out, or set checkpoint_policy='recompute' and "
+                "patches='none' for torch's own"
+            )
+        plan = self.plan
+        if not torch.is_grad_enabled():
+            return function(*args, **_of_the_function(kwargs))
+        with plan.layer(self.index, args) as action:
+            if action == "keep":
+                return function(*args, **_of_the_function(kwargs))
+            function = plan.watched(function)
+            if action == "recompute":
+                return torch_checkpoint(function, *args, **(self.options | kwargs))
+            with Offload(plan.offloader, plan.refused):
+                return torch_checkpoint(function, *args, **(self.options | kwargs))
+
+    def torch_checkpoint(self) -> Callable:
+        """What transformers would have put in this place."""
+        return functools.partial(torch_checkpoint, **self.options)
+
+
+_TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+def _of_the_function(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _TORCH_OPTIONS}

@@ -1,0 +1,214 @@
+"""Moves layer inputs to host memory during the forward and back during the backward, beside the computation.
+
+The method is offloaded activation checkpointing with double buffering, as published by Unsloth and by torchtune: what
+a checkpointed layer saves is its input, and the copy of it runs on a stream of its own. No copy is joined to the
+compute stream right after the layer; memory is given up for reuse only when the copy out of it is known, or ordered,
+to be done, without `record_stream`.
+"""
+
+import weakref
+from collections import deque
+
+import torch
+
+from .ram import pinned_limit
+from .slab import HostMemoryError, HostSlab, Slot, page_lock
+
+
+MIN_BYTES = 2**16  # a smaller input is not worth two copies
+IN_FLIGHT = 2  # inputs that may wait on the device for their copy to be done
+
+
+class Saved:
+    """
+    One tensor that autograd saved: where its bytes are, and how to get them back.
+
+    Its slot is given back when autograd drops it, also after a forward without a backward.
+    """
+
+    def __init__(self, mover: "DeviceMover", tensor: torch.Tensor, slot: Slot, previous: "Saved | None"):
+        self.mover = mover
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.slot = slot
+        # the one before it in the forward, which is the next one that the backward asks for
+        self.previous = None if previous is None else weakref.ref(previous)
+        self.staged: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def host(self) -> torch.Tensor:
+        return self.slot.buffer.view(self.dtype).view(self.shape)
+
+    def __del__(self):
+        if self.staged is not None and self.mover.is_cuda:
+            # nobody asked for it: its memory must not be used again before the copy into it is over
+            torch.cuda.current_stream(self.device).wait_event(self.staged[1])
+        self.mover.slab.give(self.slot)
+
+
+class DeviceMover:
+    """
+    The streams and the host memory of one device.
+
+    Args:
+        device (`torch.device`): The device that inputs leave. A CPU is moved within its memory, synchronously: for
+            tests of everything but the overlap.
+        limit (`int`): Bytes of host memory it may hold.
+        staging_buffers (`int`): Inputs that the backward has on the device at once: 1 copies each when it is asked
+            for, 2 copies the next while one is used.
+    """
+
+    def __init__(self, device: torch.device, limit: int, staging_buffers: int = 2):
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.slab = HostSlab(limit, page_lock if self.is_cuda else None)
+        self.staging_buffers = staging_buffers
+        self._out = torch.cuda.Stream(device) if self.is_cuda else None
+        self._in = torch.cuda.Stream(device) if self.is_cuda else None
+        self._last_in: torch.cuda.Event | None = None
+        self._leaving: deque[tuple[torch.Tensor, int, torch.cuda.Event]] = deque()
+        self._newest: weakref.ref[Saved] | None = None
+
+    def begin(self) -> None:
+        """A forward starts: what it saves follows nothing that was saved before."""
+        self._newest = None
+
+    def save(self, tensor: torch.Tensor) -> Saved:
+        """
+        Start the copy of a tensor to the host.
+
+        Raises:
+            HostMemoryError: If there is no host memory for it; nothing has changed then.
+            RuntimeError: If one of the inputs saved before was changed in place while it was being copied.
+        """
+        nbytes = tensor.numel() * tensor.element_size()
+        slot = self.slab.take(nbytes)
+        saved = Saved(self, tensor, slot, None if self._newest is None else self._newest())
+        self._newest = weakref.ref(saved)
+        if not self.is_cuda:
+            saved.host.copy_(tensor.detach())
+            return saved
+        with torch.cuda.device(self.device):
+            self._let_go(IN_FLIGHT - 1)
+            ready = torch.cuda.current_stream().record_event()
+            self._out.wait_event(ready)
+            if self._last_in is not None:
+                self._out.wait_event(self._last_in)  # a copy back may still read the slot's old bytes
+            with torch.cuda.stream(self._out):
+                saved.host.copy_(tensor.detach(), non_blocking=True)
+                done = self._out.record_event()
+        self._leaving.append((tensor, tensor._version, done))
+        return saved
+
+    def load(self, saved: Saved) -> torch.Tensor:
+        """The saved tensor on its device, with the copy of the one that comes next under way."""
+        if not self.is_cuda:
+            return saved.host.clone()
+        with torch.cuda.device(self.device):
+            self._let_go(0)
+            if saved.staged is None:
+                self._stage(saved)
+            tensor, arrived = saved.staged
+            saved.staged = None
+            torch.cuda.current_stream().wait_event(arrived)
+            following = saved
+            for _ in range(self.staging_buffers - 1):
+                following = None if following.previous is None else following.previous()
+                if following is None:
+                    break
+                if following.staged is None:
+                    self._stage(following)
+        return tensor
+
+    def _stage(self, saved: Saved) -> None:
+        # from the caching allocator of the compute stream: the copy waits until what used this memory before is done
+        tensor = torch.empty(saved.shape, dtype=saved.dtype, device=self.device)
+        free = torch.cuda.current_stream().record_event()
+        self._in.wait_event(free)
+        self._in.wait_stream(self._out)
+        with torch.cuda.stream(self._in):
+            tensor.copy_(saved.host, non_blocking=True)
+            self._last_in = self._in.record_event()
+        saved.staged = (tensor, self._last_in)
+
+    def _let_go(self, keep: int) -> None:
+        """Drop inputs whose copy is done, and wait on the compute stream for all but the last `keep` others."""
+        while self._leaving:
+            tensor, version, done = self._leaving[0]
+            if not done.query():
+                if len(self._leaving) <= keep:
+                    return
+                torch.cuda.current_stream().wait_event(done)
+            self._leaving.popleft()
+            if tensor._version != version:
+                raise RuntimeError(
+                    "a layer changed its input in place after it was saved for the backward; set "
+                    "checkpoint_policy='recompute' or gradient_checkpointing=False for this model"
+                )
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an error ended; copies under way are waited for."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+        self._leaving.clear()
+        self._newest = None
+
+
+class Offloader:
+    """
+    The movers of one model, one per device it lives on. Freed with the model, and shared with no other.
+
+    Args:
+        max_pinned_gb (`float`, *optional*): GiB of host memory that this process may page-lock; by default its share
+            of half of what is available when the first input is saved.
+        staging_buffers (`int`): See `DeviceMover`.
+        num_devices (`int`): Devices that the model lives on; each gets the same part of the limit.
+    """
+
+    def __init__(self, max_pinned_gb: float | None = None, staging_buffers: int = 2, num_devices: int = 1):
+        self.max_pinned_gb = max_pinned_gb
+        self.staging_buffers = staging_buffers
+        self.num_devices = num_devices
+        self._movers: dict[torch.device, DeviceMover] = {}
+
+    def mover(self, device: torch.device) -> DeviceMover:
+        if device not in self._movers:
+            limit = pinned_limit(self.max_pinned_gb) // self.num_devices
+            self._movers[device] = DeviceMover(device, limit, self.staging_buffers)
+        return self._movers[device]
+
+    def begin(self) -> None:
+        for mover in self._movers.values():
+            mover.begin()
+
+    def save(self, tensor: torch.Tensor) -> Saved:
+        """As `DeviceMover.save`, on the tensor's own device."""
+        return self.mover(tensor.device).save(tensor)
+
+    def reset(self) -> None:
+        for mover in self._movers.values():
+            mover.reset()
+
+    def release(self) -> None:
+        """Give all host memory back, once nothing is saved in it any more."""
+        self.reset()
+        self._movers.clear()
+
+    def set_staging_buffers(self, number: int) -> None:
+        self.staging_buffers = number
+        for mover in self._movers.values():
+            mover.staging_buffers = number
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held, in bytes."""
+        return sum(mover.slab.nbytes for mover in self._movers.values())
+
+
+def can_leave(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a layer input worth moving: no parameter, dense, and not small."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_floating_point()
+    return plain and tensor.numel() * tensor.element_size() >= MIN_BYTES
+
+
+__all__ = ["MIN_BYTES", "DeviceMover", "HostMemoryError", "Offloader", "Saved", "can_leave"]

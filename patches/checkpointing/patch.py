@@ -1,0 +1,99 @@
+"""Installs the checkpoint of each decoder layer, so that disabling and enabling checkpointing keeps it."""
+
+import warnings
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..config import PatchConfig
+from ..report import PatchEntry
+from .checkpoint import LayerCheckpoint
+from .policy import Plan
+from .tiles import TiledForward, remove_tiles, tileable
+
+
+class EnableCheckpointing:
+    """
+    A model's `gradient_checkpointing_enable`: its own, and then our checkpoint in every decoder layer.
+
+    TRL's GRPO switches checkpointing off and on again around generation and scoring, which gives each layer torch's
+    checkpoint back; a call of this object puts ours in its place. An object and not a closure, so that a copy of the
+    model gets one that refers to itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: Plan):
+        self.model, self.plan = model, plan
+
+    def __call__(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            # the name is deprecated, and the one that transformers still calls on an instance
+            warnings.simplefilter("ignore", FutureWarning)
+            enable = type(self.model).gradient_checkpointing_enable
+            enable(self.model, gradient_checkpointing_kwargs=gradient_checkpointing_kwargs, **kwargs)
+        if foreign_options(gradient_checkpointing_kwargs) is None and not kwargs.get("offload"):
+            self.install(gradient_checkpointing_kwargs)
+
+    def install(self, options: dict[str, Any] | None = None) -> None:
+        for index, layer in enumerate(decoder_layers(self.model)):
+            layer._gradient_checkpointing_func = LayerCheckpoint(self.plan, index, options)
+
+
+def foreign_options(options: dict[str, Any] | None) -> str | None:
+    """Options of the user's that ask for another checkpoint than ours, or `None`."""
+    options = options or {}
+    for name in ("use_reentrant", "offload", "selective", "context_fn"):
+        if options.get(name):
+            return f"gradient_checkpointing_kwargs={{'{name}': ...}} asks for another checkpoint"
+    if options.get("every_n_layers", 1) != 1:
+        return f"gradient_checkpointing_kwargs={{'every_n_layers': {options['every_n_layers']}}} chooses the layers"
+    return None
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the text decoder that can be checkpointed, in the order of the forward."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = model if decoder is None else decoder
+    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def current_plan(model: PreTrainedModel) -> Plan | None:
+    """The plan that is on this model object."""
+    enable = model.__dict__.get("gradient_checkpointing_enable")
+    return enable.plan if isinstance(enable, EnableCheckpointing) else None
+
+
+def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
+    """Give the model a plan, its layers a checkpoint that follows it, and what works by token a tiled forward."""
+    layers = decoder_layers(model)
+    if not layers:
+        return PatchEntry("checkpointing", (), "the model has no layers that transformers can checkpoint")
+    plan = Plan(
+        config.checkpoint_policy,
+        len(layers),
+        max_pinned_gb=config.max_pinned_gb,
+        staging_buffers=config.staging_buffers,
+        num_devices=len({p.device for p in model.parameters()}),
+    )
+    enable = EnableCheckpointing(model, plan)
+    model.gradient_checkpointing_enable = enable
+    if any(layer.gradient_checkpointing for layer in layers):
+        enable.install()
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    inside, outside = tileable(model if decoder is None else decoder, layers)
+    for module in inside:
+        module.forward = TiledForward(module, plan)
+    for module in outside:
+        module.forward = TiledForward(module, plan, outside=True)
+
+    def undo(model: PreTrainedModel) -> None:
+        model.__dict__.pop("gradient_checkpointing_enable", None)
+        remove_tiles(model)
+        for layer in decoder_layers(model):
+            ours = layer.__dict__.get("_gradient_checkpointing_func")
+            if isinstance(ours, LayerCheckpoint):
+                layer._gradient_checkpointing_func = ours.torch_checkpoint()
+
+    detail = f"checkpoint_policy={config.checkpoint_policy!r} where gradient_checkpointing is on"
+    return PatchEntry("checkpointing", (f"{len(layers)} layers",), detail, undo=undo)

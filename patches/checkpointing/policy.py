@@ -1,0 +1,404 @@
+"""What becomes of each decoder layer between forward and backward, decided from measured memory.
+
+Three things can happen to a layer: its activations are kept, or they are computed again in the backward from its
+input that stays on the device, or from its input that waits in host memory. Kept layers are the last ones: the
+backward frees them first. None of the three changes a number.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from accelerate.logging import get_logger
+
+from ..config import CheckpointPolicy
+from .memory import Probe
+from .offload import Offloader
+
+
+logger = get_logger(__name__)
+
+Action = Literal["keep", "recompute", "offload"]
+
+ON_DEVICE = 2  # the last layers' inputs are the first that the backward needs: they stay
+TILE = 8192  # tokens; products of this many rows are as fast as longer ones
+TILE_FROM = 4 * TILE  # tokens of a row from which on it is cut into tiles
+SMALLEST_TILE = 1024
+LARGE = 0.3  # of the free memory: more than this for all layer inputs, and the first step offloads them
+RESERVE = 0.05  # of the usable memory is never planned with
+LEAST_RESERVE = 512 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class Notch:
+    """
+    One setting of the plan.
+
+    Args:
+        keep (`int`): Last layers that keep their activations.
+        offload (`bool`): Whether the inputs of the others wait in host memory.
+        staging (`int`): Offloaded inputs on the device at once in the backward.
+        tile (`int`): Tokens per tile inside checkpointed layers, 0 for none.
+    """
+
+    keep: int = 0
+    offload: bool = False
+    staging: int = 2
+    tile: int = 0
+
+    def describe(self, num_layers: int) -> str:
+        rest = num_layers - self.keep
+        parts = []
+        if self.keep:
+            parts.append(f"{self.keep} of {num_layers} layers keep their activations")
+        if rest and self.offload:
+            parts.append(f"{rest} recompute from inputs in host memory ({self.staging} staging buffers)")
+        elif rest:
+            parts.append(f"{rest} recompute from inputs on the device")
+        if rest and self.tile:
+            parts.append(f"in tiles of {self.tile} tokens")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """
+    What one fully checkpointed step needed, in bytes.
+
+    Args:
+        tokens (`int`): Of its longest micro-batch.
+        base (`int`): Allocated before its forward.
+        peak (`int`): The most allocated at once.
+        kept (`int`): What the largest layer saves when it keeps its activations.
+        layer_input (`int`): The input of a layer.
+        inputs_on_device (`bool`): Whether `peak` has the inputs of all layers in it.
+        layer_seconds (`float`): Forward time of a layer, 0 if unknown.
+    """
+
+    tokens: int
+    base: int
+    peak: int
+    kept: int
+    layer_input: int
+    inputs_on_device: bool
+    layer_seconds: float = 0.0
+
+    def at(self, tokens: int) -> "Measured":
+        """The same for another number of tokens, all but `base` in proportion."""
+        r = tokens / self.tokens
+        return replace(
+            self,
+            tokens=tokens,
+            peak=self.base + round((self.peak - self.base) * r),
+            kept=round(self.kept * r),
+            layer_input=round(self.layer_input * r),
+            layer_seconds=self.layer_seconds * r,
+        )
+
+
+def choose(measured: Measured, num_layers: int, usable: int, bandwidth: float, tile: int) -> Notch:
+    """
+    The setting of `"auto"`.
+
+    Args:
+        measured (`Measured`): Of a checkpointed step, at the tokens to plan for.
+        num_layers (`int`): Decoder layers.
+        usable (`int`): Bytes of device memory that may be used, of which a reserve is left alone.
+        bandwidth (`float`): Bytes per second of a copy to the host.
+        tile (`int`): Tokens per tile of the layers that are checkpointed.
+    """
+    usable -= max(LEAST_RESERVE, round(usable * RESERVE))
+    held = measured.layer_input * num_layers if measured.inputs_on_device else 0
+    peak = measured.peak - held  # with no layer's input on the device
+    kept = max(1, measured.kept)
+
+    def layers(inputs: int) -> int:
+        """Most layers that can keep their activations when each other one holds `inputs` bytes."""
+        room = usable - peak - inputs * num_layers
+        return max(0, min(num_layers, room // max(1, kept - inputs)))
+
+    on_device = layers(measured.layer_input)
+    fits = peak + measured.layer_input * num_layers <= usable
+    if on_device == num_layers:
+        return Notch(keep=num_layers)
+    copy_seconds = measured.layer_input / bandwidth if bandwidth else float("inf")
+    hidden = copy_seconds <= measured.layer_seconds
+    if hidden or not fits:
+        return Notch(keep=layers(0), offload=True, tile=tile)
+    return Notch(keep=on_device, tile=tile)
+
+
+class Plan:
+    """
+    The state of one model's checkpointing: its policy, the setting now, and its offloaded inputs.
+
+    Args:
+        policy (`str`): `"auto"`, `"keep"`, `"recompute"` or `"offload"`.
+        num_layers (`int`): Decoder layers.
+        max_pinned_gb (`float`, *optional*): See `Offloader`.
+        staging_buffers (`int`): See `Offloader`.
+        num_devices (`int`): See `Offloader`.
+        probe (`Probe`, *optional*): Where memory is read, in tests.
+    """
+
+    def __init__(
+        self,
+        policy: CheckpointPolicy,
+        num_layers: int,
+        *,
+        max_pinned_gb: float | None = None,
+        staging_buffers: int = 2,
+        num_devices: int = 1,
+        probe: Probe | None = None,
+    ):
+        self.policy = policy
+        self.num_layers = num_layers
+        self.staging_buffers = staging_buffers
+        self.num_devices = num_devices
+        self.max_pinned_gb = max_pinned_gb
+        self._probe = probe
+        self._start()
+
+    def _start(self) -> None:
+        self.offloader = Offloader(self.max_pinned_gb, self.staging_buffers, self.num_devices)
+        keep = self.num_layers if self.policy == "keep" else 0
+        self.notch = Notch(keep, self.policy == "offload", self.staging_buffers)
+        self.planned_tokens = 0  # of the longest micro-batch so far
+        self.measured: Measured | None = None
+        self.pinned = False  # an out-of-memory error has chosen the setting: auto stays below it
+        self.tiles_now = False
+        self._last_index = self.num_layers  # so that any layer is the first of a forward
+        self._refused = False
+        self._watch: _Watch | None = None
+        self.changes: list[str] = []
+
+    # a copy of the model, or a pickled one, has the policy and starts anew
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("policy", "num_layers", "staging_buffers", "num_devices", "max_pinned_gb")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._probe = None
+        self._start()
+
+    @property
+    def actions(self) -> list[Action]:
+        """What happens to each layer now, in the order of the forward."""
+        return [self._action(i) for i in range(self.num_layers)]
+
+    def _action(self, index: int) -> Action:
+        first_kept = self.num_layers - self.notch.keep
+        if index >= first_kept:
+            return "keep"
+        if self.notch.offload and not (self.notch.keep == 0 and index >= first_kept - ON_DEVICE):
+            return "offload"
+        return "recompute"
+
+    @contextlib.contextmanager
+    def layer(self, index: int, args: tuple) -> Iterator[Action]:
+        """Around a layer's forward; what to do with it."""
+        if index <= self._last_index:
+            self._begin(args)
+        self._last_index = index
+        action = self._action(index)
+        self.tiles_now = False
+        yield action
+        self.tiles_now = False
+
+    def watched(self, function: Callable) -> Callable:
+        """`function` of a checkpointed layer: in tiles if the plan says so, and measured if it does not know yet."""
+        tiles, watch = bool(self.notch.tile), self._watch
+        if watch is None and not tiles:
+            return function
+        return _Checkpointed(self, function, tiles, None if watch is None else watch.layer())
+
+    def _begin(self, args: tuple) -> None:
+        self.offloader.begin()
+        hidden = next((a for a in args if isinstance(a, torch.Tensor) and a.ndim > 1), None)
+        if hidden is None:
+            return
+        tokens = hidden.shape[:-1].numel()
+        if self._probe is None:
+            self._probe = Probe(hidden.device)
+        if tokens > self.planned_tokens:
+            self._longer(tokens, hidden)
+        if self._watch is not None:
+            self._watch.begin(tokens)
+
+    def _longer(self, tokens: int, hidden: torch.Tensor) -> None:
+        """A micro-batch with more tokens than any before: plan for it before it runs."""
+        self.planned_tokens = tokens
+        tile = TILE if tokens >= TILE_FROM else 0
+        if self.pinned:
+            tile = min(tile, self.notch.tile) if tile and self.notch.tile else max(tile, self.notch.tile)
+        notch = replace(self.notch, tile=tile)
+        if self.policy == "auto" and not self.pinned:
+            nbytes = hidden.numel() * hidden.element_size()
+            if self.measured is None:
+                large = nbytes * self.num_layers > LARGE * self._probe.free()
+                notch = replace(notch, keep=0, offload=large and self._probe.is_cuda)
+            else:
+                notch = self._choose(self.measured.at(tokens), tile)
+            if self._probe.is_cuda:
+                # measured until the optimizer has stepped, which allocates its state in the first step
+                self._watch = _Watch(self._probe, nbytes, notch)
+        self._set(notch, f"micro-batches of {tokens} tokens")
+
+    def _choose(self, measured: Measured, tile: int) -> Notch:
+        notch = choose(measured, self.num_layers, self._probe.usable(), self._probe.bandwidth(), tile)
+        return replace(notch, staging=self.staging_buffers)
+
+    def after_optimizer_step(self) -> None:
+        """The trainer's sign that a whole step has been seen: `"auto"` plans from what it needed."""
+        watch, self._watch = self._watch, None
+        if watch is None or (measured := watch.result(self.notch)) is None:
+            return
+        self.measured = measured
+        if not self.pinned:
+            self._set(self._choose(measured, self.notch.tile), f"measured on {measured.tokens} tokens")
+
+    def step_down(self) -> bool:
+        """
+        Use less memory after an out-of-memory error.
+
+        Returns:
+            `bool`: Whether there was a lower setting.
+        """
+        self._watch = None
+        notch = self.notch
+        if notch.keep:
+            lower = replace(notch, keep=max(0, notch.keep - max(1, self.num_layers // 8)))
+        elif not notch.offload and not self._refused:
+            lower = replace(notch, offload=True)
+        elif not notch.tile or notch.tile > SMALLEST_TILE:
+            longest = max(self.planned_tokens, SMALLEST_TILE)
+            tile = notch.tile // 2 if notch.tile else min(TILE, longest // 2)
+            lower = replace(notch, tile=max(SMALLEST_TILE, tile))
+        elif notch.offload and notch.staging > 1:
+            lower = replace(notch, staging=1)
+        else:
+            return False
+        if lower == notch:
+            return False
+        self.pinned = True
+        self._set(lower, "out of memory", logger.warning)
+        return True
+
+    def tile_for(self, tokens: int, outside: bool) -> int:
+        """
+        Tokens per tile for a part of the model that works token by token; 0 to run it whole.
+
+        Args:
+            tokens (`int`): Of its input.
+            outside (`bool`): Whether the part is outside the layers, which checkpoint themselves.
+        """
+        if not torch.is_grad_enabled():
+            tile = TILE if tokens >= TILE_FROM else 0
+        else:
+            tile = self.notch.tile if self.tiles_now or outside else 0
+        return tile if tile < tokens else 0
+
+    @property
+    def watch(self) -> "_Watch | None":
+        """The measurement under way."""
+        return self._watch
+
+    def refused(self, error: Exception) -> None:
+        """Host memory was refused: this input stays on the device, and so do those of later steps."""
+        if not self._refused:
+            self._refused = True
+            logger.warning(
+                f"Layer inputs stay on the device from here on: {error}. Raise max_pinned_gb, free memory, or set "
+                "checkpoint_policy='recompute'."
+            )
+
+    def _set(self, notch: Notch, why: str, say: Callable[[str], None] | None = None) -> None:
+        if self._refused:
+            notch = replace(notch, offload=False)
+        first = not self.changes
+        if notch == self.notch and not first:
+            return
+        self.notch = notch
+        self.offloader.set_staging_buffers(notch.staging)
+        if not notch.offload:
+            self.offloader.release()
+        line = f"Checkpoint plan{'' if first else ' changed'} ({why}): {notch.describe(self.num_layers)}."
+        self.changes.append(line)
+        (say or logger.info)(line)
+
+    def reset(self) -> None:
+        """Forget the forward or backward that an error ended."""
+        self._last_index = self.num_layers
+        self.tiles_now = False
+        self.offloader.reset()
+
+
+class _Checkpointed:
+    """The forward of a checkpointed layer, which runs once in the forward and once more in the backward."""
+
+    def __init__(self, plan: Plan, function: Callable, tiles: bool, watch: "_LayerWatch | None"):
+        self.plan, self.function, self.tiles, self.watch = plan, function, tiles, watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, self.plan.tiles_now = self.plan.tiles_now, self.tiles
+        try:
+            with contextlib.nullcontext() if self.watch is None else self.watch:
+                return self.function(*args, **kwargs)
+        finally:
+            self.plan.tiles_now = before
+
+
+class _Watch:
+    """Measures checkpointed micro-batches until the optimizer has stepped."""
+
+    def __init__(self, probe: Probe, layer_input: int, notch: Notch):
+        self.probe, self.layer_input, self.notch = probe, layer_input, notch
+        self.tokens = self.base = self.kept = self.in_tiles = self.num_runs = 0
+        self.times: list[tuple[Any, Any]] = []
+
+    def begin(self, tokens: int) -> None:
+        if not self.tokens:
+            self.base = self.probe.allocated()
+            self.probe.reset_peak()
+        self.tokens = max(self.tokens, tokens)
+
+    def layer(self) -> "_LayerWatch":
+        return _LayerWatch(self)
+
+    def tile(self, nbytes: int) -> None:
+        """What a tiled part of a layer would save in all, were it not cut into tiles."""
+        self.in_tiles += nbytes
+
+    def result(self, notch: Notch) -> Measured | None:
+        if not self.kept or notch != self.notch:
+            return None
+        base, peak = self.base, self.probe.peak()
+        self.kept += self.in_tiles // self.num_runs
+        # what the kept layers added is taken out again: the peak of a step that keeps none
+        peak -= notch.keep * (self.kept - (0 if notch.offload else self.layer_input))
+        seconds = self.probe.seconds(*self.times[len(self.times) // 2]) if self.times else 0.0
+        return Measured(self.tokens, base, peak, self.kept, self.layer_input, not notch.offload, seconds)
+
+
+class _LayerWatch:
+    """Around both runs of a layer: the first is timed, and the second shows what the layer saves."""
+
+    def __init__(self, watch: _Watch):
+        self.watch, self.runs = watch, 0
+
+    def __enter__(self):
+        if self.runs:
+            self.before = self.watch.probe.allocated()
+        else:
+            self.start = self.watch.probe.mark()
+
+    def __exit__(self, *error):
+        if self.runs:
+            self.watch.num_runs += 1
+            self.watch.kept = max(self.watch.kept, self.watch.probe.allocated() - self.before)
+        else:
+            self.watch.times.append((self.start, self.watch.probe.mark()))
+        self.runs += 1

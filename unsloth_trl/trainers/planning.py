@@ -1,0 +1,209 @@
+"""What both trainers do for the checkpoint plan: measure steps, and run a micro-batch again that ran out of memory."""
+
+import copy
+import dataclasses
+import gc
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
+from accelerate.utils.memory import should_reduce_batch_size
+from transformers import TrainerCallback
+
+from ..patches.checkpointing.patch import current_plan, foreign_options
+from ..patches.checkpointing.policy import Plan
+from ..patches.config import PatchConfig
+from ..patches.registry import base_model
+from .ram import warn_of_host_memory
+
+
+logger = get_logger(__name__)
+
+GRADIENT_SHARE = 0.05  # of the device's memory: gradients larger than this are not copied before a micro-batch
+
+ADVICE = (
+    "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much, lower max_length or "
+    "max_completion_length, or load the model in 4 bits"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that device or host memory has run out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or should_reduce_batch_size(error):
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in str(error)
+
+
+def why_not_checkpoint(args: Any, accelerator: Any) -> str | None:
+    """Why the layers keep the checkpoint that TRL gives them, or `None`."""
+    if not args.gradient_checkpointing:
+        return "gradient_checkpointing=False"
+    if (reason := foreign_options(args.gradient_checkpointing_kwargs)) is not None:
+        return reason
+    if getattr(args, "activation_offloading", False):
+        return "activation_offloading=True moves activations in TRL's way; checkpoint_policy='offload' is faster"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "DeepSpeed has its own way with a layer's weights"
+    return None
+
+
+def settle_policy(config: PatchConfig, trainer: Any) -> PatchConfig:
+    """`config`, with `"recompute"` for `"auto"` where free memory is not the trainer's to plan with."""
+    if config.checkpoint_policy != "auto":
+        return config
+    # vLLM wakes up between two steps and takes its memory back
+    colocated = getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "colocate"
+    # layers that gather their weights have to do so equally often on all ranks
+    sharded = trainer.accelerator.distributed_type == DistributedType.FSDP
+    return dataclasses.replace(config, checkpoint_policy="recompute") if colocated or sharded else config
+
+
+class _Signals(TrainerCallback):
+    """Tells the plan where steps end. Holds the trainer's plan only, so that the trainer can be freed."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        warn_of_host_memory(self.plan)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.plan.after_optimizer_step()
+
+
+class MicroBatchState:
+    """
+    What a micro-batch changes before it is over: gradients, random states, and the trainer's own counts.
+
+    Args:
+        trainer: The trainer, after it has prepared the micro-batch's inputs.
+        inputs (`dict`): These inputs.
+    """
+
+    def __init__(self, trainer: Any, inputs: dict[str, Any]):
+        self.inputs = inputs
+        self.device = trainer.args.device
+        self.rng = torch.get_rng_state()
+        self.device_rng = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self.counts = {name: copy.copy(value) for name, value in vars(trainer).items() if _is_number(value)}
+        self.counts |= {name: copy.copy(getattr(trainer, name)) for name in trainer._counted}
+        self.metrics = {
+            mode: {name: list(values) for name, values in metrics.items()}
+            for mode, metrics in trainer._metrics.items()
+        }
+        self.parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+        self.versions = [None if p.grad is None else p.grad._version for p in self.parameters]
+        self.has_copies = self._can_copy()
+        if self.has_copies:
+            self.gradients = [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+
+    def _can_copy(self) -> bool:
+        nbytes = sum(p.grad.numel() * p.grad.element_size() for p in self.parameters if p.grad is not None)
+        if not nbytes or self.device.type != "cuda":
+            return True
+        return nbytes <= GRADIENT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+
+    def restore(self, trainer: Any) -> bool:
+        """
+        Put everything back.
+
+        Returns:
+            `bool`: Whether it could be: large gradients of earlier micro-batches are lost once the backward has added
+            to them.
+        """
+        if self.has_copies:
+            for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+        else:
+            for parameter, version in zip(self.parameters, self.versions, strict=True):
+                if version is None:
+                    parameter.grad = None
+                elif parameter.grad is None or parameter.grad._version != version:
+                    return False
+        torch.set_rng_state(self.rng)
+        if self.device_rng is not None:
+            torch.cuda.set_rng_state(self.device_rng, self.device)
+        for name, value in self.counts.items():
+            setattr(trainer, name, copy.copy(value))
+        for mode, metrics in trainer._metrics.items():
+            metrics.clear()
+            for name, values in self.metrics[mode].items():
+                metrics[name] = list(values)
+        return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class MemoryPlanning:
+    """
+    A part of the trainers, before TRL's in the order of classes.
+
+    The trainer calls `_start_planning` when its model is patched, and in `_prepare_inputs` asks `_inputs_again` first
+    and hands what it returns to `_before_micro_batch`.
+    """
+
+    _counted: tuple[str, ...] = ()  # attributes beside numbers and TRL's metrics that a micro-batch adds to
+    _plan: Plan | None = None
+    _state: MicroBatchState | None = None
+    _again: dict[str, Any] | None = None
+    _stepping = False
+
+    def _start_planning(self) -> None:
+        self._plan = current_plan(base_model(self.model)) if self.args.gradient_checkpointing else None
+        if self._plan is not None:
+            self.callback_handler.callbacks.insert(0, _Signals(self._plan))
+
+    def _inputs_again(self) -> dict[str, Any] | None:
+        """The inputs of the micro-batch that is run again, or `None`."""
+        return None if self._again is None or not self._stepping else dict(self._again)
+
+    def _before_micro_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if self._stepping and self._plan is not None and self.accelerator.num_processes == 1:
+            self._state = MicroBatchState(self, dict(inputs))
+        return inputs
+
+    def training_step(self, model, *args, **kwargs):
+        self._stepping, self._state, self._again = True, None, None
+        try:
+            while True:
+                try:
+                    return super().training_step(model, *args, **kwargs)
+                except (RuntimeError, MemoryError) as error:
+                    if self._plan is None or not is_out_of_memory(error):
+                        raise
+                    message, kind = str(error).strip().splitlines()[0][:300], type(error)
+                # after the handler, whose traceback holds the tensors of the failed micro-batch
+                self._step_down(message, kind)
+        finally:
+            self._stepping, self._state, self._again = False, None, None
+
+    def _step_down(self, message: str, kind: type[Exception]) -> None:
+        """
+        Put the trainer back to where the micro-batch began, with a plan that needs less memory.
+
+        Raises:
+            RuntimeError: Of the kind of the original error, if that cannot be done, with what to change.
+        """
+        plan, state = self._plan, self._state
+        plan.reset()
+        if self.accelerator.num_processes > 1:
+            raise kind(
+                f"{message} One of {self.accelerator.num_processes} processes ran out of memory, and the others are "
+                f"already ahead; set checkpoint_policy='offload', or {ADVICE}."
+            )
+        if state is None:
+            raise kind(f"{message} This was outside of a micro-batch's forward and backward; {ADVICE}.")
+        if not state.restore(self):
+            raise kind(
+                f"{message} The gradients of earlier micro-batches are too large to be kept twice, so this one cannot "
+                f"be run again; set checkpoint_policy='offload', or {ADVICE}."
+            )
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not plan.step_down():
+            raise kind(f"{message} The checkpoint plan has no lower setting; {ADVICE}.")
+        self._again = state.inputs
