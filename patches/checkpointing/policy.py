@@ -306,6 +306,11 @@ class Plan:
         """The measurement under way."""
         return self._watch
 
+    def use(self, notch: Notch) -> None:
+        """Take this setting from the next forward on, and leave it there."""
+        self.pinned, self._watch = True, None
+        self._set(notch, "set by hand")
+
     def refused(self, error: Exception) -> None:
         """Host memory was refused: this input stays on the device, and so do those of later steps."""
         if not self._refused:

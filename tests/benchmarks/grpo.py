@@ -10,10 +10,11 @@ calls the kernel in torch).
 
 import argparse
 import json
-import os
 import random
 import tempfile
 import time
+
+from training import be_quiet_and_offline, limit_memory, load_options, lora_config, write_profile
 
 
 ap = argparse.ArgumentParser()
@@ -28,6 +29,12 @@ ap.add_argument("--ga", type=int, default=1)
 ap.add_argument("--beta", type=float, default=0.0)
 ap.add_argument("--steps", type=int, default=7)
 ap.add_argument("--skip", type=int, default=3, help="warm-up steps left out of the median")
+ap.add_argument("--qlora", type=int, default=0)
+ap.add_argument(
+    "--vram", type=float, default=0, help="GiB of device memory this process may use, to stand in for a smaller card"
+)
+ap.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+ap.add_argument("--generate", action="store_true", help="let the model write the completions, in every step")
 ap.add_argument("--attn", default=None)
 ap.add_argument("--fixed", action="store_true", help="every completion has R tokens")
 ap.add_argument(
@@ -35,18 +42,10 @@ ap.add_argument(
 )
 ap.add_argument("--set", nargs="*", default=[], help="extra config fields for mode ours, name=json")
 a = ap.parse_args()
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-    TRANSFORMERS_VERBOSITY="error",
-    TRL_EXPERIMENTAL_SILENCE="1",
-    HF_HUB_DISABLE_TELEMETRY="1",
-)
+be_quiet_and_offline()
 import torch
 from datasets import Dataset
-from models import EXPERTS, LINEARS, build
-from peft import LoraConfig
+from models import build
 from record import provenance
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -55,6 +54,7 @@ if a.mode == "ours":
     from unsloth_trl import GRPOConfig, GRPOTrainer
 else:
     from trl import GRPOConfig, GRPOTrainer
+limit_memory(a.vram)
 path = build(a.model, a.tokenizer)
 tok = AutoTokenizer.from_pretrained(path)
 rng = random.Random(0)
@@ -68,6 +68,14 @@ def rollout(prompts, trainer):
         out["prompt_ids"].append([own.randrange(10, 49000) for _ in range(a.P)])
         out["completion_ids"].append([rng.randrange(10, 49000) for _ in range(length)])
     return out
+
+
+def prompts():
+    """The text of 64 prompts; with synthetic rollouts it only seeds them."""
+    if not a.generate:
+        return [f"q{i}" for i in range(64)]
+    own = random.Random(0)
+    return [tok.decode([own.randrange(10, 49000) for _ in range(a.P)]) for _ in range(64)]
 
 
 def reward(completions, **_):
@@ -92,14 +100,7 @@ class Clock(TrainerCallback):
             self.profile.stop()
 
 
-moe = "a3b" in a.model
-load = {"dtype": torch.bfloat16, "device_map": {"": 0}}
 attn = a.attn or ("flash_attention_2" if a.mode != "ours" else None)
-if attn:
-    load["attn_implementation"] = attn
-lora = {"r": 16, "lora_alpha": 16, "task_type": "CAUSAL_LM", "target_modules": LINEARS[:4] if moe else LINEARS}
-if moe:
-    lora["target_parameters"] = EXPERTS
 kw = {
     "output_dir": tempfile.mkdtemp(),
     "per_device_train_batch_size": a.bs,
@@ -111,7 +112,8 @@ kw = {
     "save_strategy": "no",
     "beta": a.beta,
     "logging_steps": 1,
-    "bf16": True,
+    "bf16": a.dtype == "bfloat16",
+    "fp16": a.dtype == "float16",
     "learning_rate": 1e-5,
     "optim": "adamw_torch_fused",
     "disable_tqdm": True,
@@ -120,21 +122,19 @@ kw = {
 kw.update({k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)})
 clock = Clock()
 trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(path, **load),
+    model=AutoModelForCausalLM.from_pretrained(path, **load_options(attn, bool(a.qlora), a.dtype)),
     args=GRPOConfig(**kw),
     reward_funcs=reward,
-    train_dataset=Dataset.from_dict({"prompt": [f"q{i}" for i in range(64)]}),
+    train_dataset=Dataset.from_dict({"prompt": prompts()}),
     processing_class=tok,
-    rollout_func=rollout,
-    peft_config=LoraConfig(**lora),
+    rollout_func=None if a.generate else rollout,
+    peft_config=lora_config(a.model),
     callbacks=[clock],
 )
 torch.cuda.reset_peak_memory_stats()
 trainer.train()
 if a.profile:
-    with open(a.profile, "w") as f:
-        for key in ("self_cuda_time_total", "self_cpu_time_total"):
-            f.write(clock.profile.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90) + "\n")
+    write_profile(clock.profile, a.profile)
     times = times[:-1]
 s = sorted(times[a.skip :])
 keys = ("loss", "grad_norm", "entropy", "kl")
@@ -148,11 +148,15 @@ result = {
     "bs": a.bs,
     "ga": a.ga,
     "beta": a.beta,
+    "qlora": a.qlora,
+    "vram": a.vram,
+    "dtype": a.dtype,
     "set": a.set,
     "median_s": round(s[len(s) // 2], 3),
     "min_s": round(s[0], 3),
     "max_s": round(s[-1], 3),
     "steps": len(s),
+    "plan": trainer._plan.changes if getattr(trainer, "_plan", None) else None,
     "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     "logs": [{k: log[k] for k in keys if k in log} for log in trainer.state.log_history[:2]],
     **({"tokens": vars(trainer.token_counts)} if a.mode == "ours" else {}),

@@ -9,10 +9,11 @@ run with `flash_attention_2`: the flash-attn package, or a stand-in on PYTHONPAT
 
 import argparse
 import json
-import os
 import random
 import tempfile
 import time
+
+from training import be_quiet_and_offline, limit_memory, load_options, lora_config, packed_rows, write_profile
 
 
 ap = argparse.ArgumentParser()
@@ -41,39 +42,26 @@ ap.add_argument(
 )
 ap.add_argument("--set", nargs="*", default=[], help="extra config fields for mode ours, name=json")
 a = ap.parse_args()
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    UNSLOTH_DISABLE_STATISTICS="1",
-    TOKENIZERS_PARALLELISM="false",
-    TRANSFORMERS_VERBOSITY="error",
-    HF_HUB_DISABLE_TELEMETRY="1",
-)
+be_quiet_and_offline()
 if a.mode == "unsloth":
     import unsloth  # noqa: F401  (must be first)
     from unsloth import FastLanguageModel
 import torch
 from datasets import Dataset
-from models import EXPERTS, LINEARS, build
-from peft import LoraConfig
+from models import LINEARS, build
 from record import provenance
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 if a.mode == "ours":
     from unsloth_trl import SFTConfig, SFTTrainer
 else:
     from trl import SFTConfig, SFTTrainer
-if a.vram:
-    torch.cuda.set_per_process_memory_fraction(a.vram * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+limit_memory(a.vram)
 path = build(a.model, a.tokenizer)
 tok = AutoTokenizer.from_pretrained(path)
 rng = random.Random(0)
-rows, n = [], 0
-while n < a.len * a.bs * (a.steps + 4) * 1.3:
-    length = max(16, min(a.len, int(rng.lognormvariate(5.8, 0.8))))
-    rows.append([rng.randrange(10, 49000) for _ in range(length)])
-    n += length
+rows = packed_rows(int(a.len * a.bs * (a.steps + 4) * 1.3), a.len, rng)
 kw = {
     "output_dir": tempfile.mkdtemp(),
     "max_length": a.len,
@@ -140,47 +128,25 @@ if a.mode == "unsloth":
         model=model, args=SFTConfig(**kw), train_dataset=data, processing_class=tok, callbacks=[clock]
     )
 else:
-    load = {"dtype": torch.bfloat16, "device_map": {"": 0}}
     attn = a.attn or ("flash_attention_2" if a.mode != "ours" else None)
-    if attn:
-        load["attn_implementation"] = attn
-    if a.qlora:
-        load["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.bfloat16,
-            bnb_4bit_use_double_quant=True,
-        )
     if a.mode == "trl_liger":
         kw["use_liger_kernel"] = True
     if not a.gc:
         kw["gradient_checkpointing"] = False
     kw.update({k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)})
-    lora = {
-        "r": 16,
-        "lora_alpha": 16,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-        "target_modules": LINEARS[:4] if moe else LINEARS,
-    }
-    if moe:
-        lora["target_parameters"] = EXPERTS
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(path, **load),
+        model=AutoModelForCausalLM.from_pretrained(path, **load_options(attn, bool(a.qlora))),
         args=SFTConfig(**kw),
         train_dataset=data,
         processing_class=tok,
-        peft_config=LoraConfig(**lora),
+        peft_config=lora_config(a.model),
         callbacks=[clock],
     )
 row_tokens = [len(row) for row in trainer.train_dataset["input_ids"]]  # packed rows; every token counts, in every mode
 torch.cuda.reset_peak_memory_stats()
 trainer.train()
 if a.profile:
-    with open(a.profile, "w") as f:
-        for key in ("self_cuda_time_total", "self_cpu_time_total"):
-            f.write(clock.profile.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90) + "\n")
+    write_profile(clock.profile, a.profile)
 s = sorted(times[a.skip : -2] if a.profile else times[a.skip :])
 median = s[len(s) // 2]
 per_batch = a.bs * sum(row_tokens) / len(row_tokens)
@@ -200,6 +166,7 @@ result = {
     "tokens": round(per_batch),
     "tok_s": round(per_batch / median),
     "tok_s_fastest": round(per_batch / s[0]),
+    "plan": trainer._plan.changes if getattr(trainer, "_plan", None) else None,
     "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     "loss_first": losses[:1],
     "loss_last": losses[-1:],

@@ -60,15 +60,26 @@ def settle_policy(config: PatchConfig, trainer: Any) -> PatchConfig:
 
 
 class _Signals(TrainerCallback):
-    """Tells the plan where steps end. Holds the trainer's plan only, so that the trainer can be freed."""
+    """
+    Tells the plan where steps end. Holds no trainer, so that the trainer can be freed.
+
+    Attributes:
+        has_gradients (`bool`): Whether a micro-batch has been run since the optimizer stepped.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
+        self.has_gradients = False
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.has_gradients = False
         warn_of_host_memory(self.plan)
 
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.has_gradients = True
+
     def on_optimizer_step(self, args, state, control, **kwargs):
+        self.has_gradients = False
         self.plan.after_optimizer_step()
 
 
@@ -79,9 +90,10 @@ class MicroBatchState:
     Args:
         trainer: The trainer, after it has prepared the micro-batch's inputs.
         inputs (`dict`): These inputs.
+        has_gradients (`bool`): Whether earlier micro-batches have left gradients.
     """
 
-    def __init__(self, trainer: Any, inputs: dict[str, Any]):
+    def __init__(self, trainer: Any, inputs: dict[str, Any], has_gradients: bool):
         self.inputs = inputs
         self.device = trainer.args.device
         self.rng = torch.get_rng_state()
@@ -92,17 +104,20 @@ class MicroBatchState:
             mode: {name: list(values) for name, values in metrics.items()}
             for mode, metrics in trainer._metrics.items()
         }
-        self.parameters = [p for p in trainer.model.parameters() if p.requires_grad]
-        self.versions = [None if p.grad is None else p.grad._version for p in self.parameters]
-        self.has_copies = self._can_copy()
-        if self.has_copies:
-            self.gradients = [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+        self.gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.versions: dict[torch.nn.Parameter, int] = {}
+        if has_gradients:
+            self._keep_gradients([p for p in trainer.model.parameters() if p.grad is not None])
 
-    def _can_copy(self) -> bool:
-        nbytes = sum(p.grad.numel() * p.grad.element_size() for p in self.parameters if p.grad is not None)
-        if not nbytes or self.device.type != "cuda":
-            return True
-        return nbytes <= GRADIENT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+    def _keep_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        nbytes = sum(p.grad.numel() * p.grad.element_size() for p in parameters)
+        room = float("inf")
+        if self.device.type == "cuda":
+            room = GRADIENT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+        if nbytes <= room:
+            self.gradients = {p: p.grad.detach().clone() for p in parameters}
+        else:
+            self.versions = {p: p.grad._version for p in parameters}
 
     def restore(self, trainer: Any) -> bool:
         """
@@ -112,15 +127,13 @@ class MicroBatchState:
             `bool`: Whether it could be: large gradients of earlier micro-batches are lost once the backward has added
             to them.
         """
-        if self.has_copies:
-            for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.clone()
-        else:
-            for parameter, version in zip(self.parameters, self.versions, strict=True):
-                if version is None:
-                    parameter.grad = None
-                elif parameter.grad is None or parameter.grad._version != version:
-                    return False
+        for parameter in trainer.model.parameters():
+            if parameter in self.gradients:
+                parameter.grad = self.gradients[parameter].clone()
+            elif parameter not in self.versions:
+                parameter.grad = None
+            elif parameter.grad is None or parameter.grad._version != self.versions[parameter]:
+                return False
         torch.set_rng_state(self.rng)
         if self.device_rng is not None:
             torch.cuda.set_rng_state(self.device_rng, self.device)
@@ -154,7 +167,8 @@ class MemoryPlanning:
     def _start_planning(self) -> None:
         self._plan = current_plan(base_model(self.model)) if self.args.gradient_checkpointing else None
         if self._plan is not None:
-            self.callback_handler.callbacks.insert(0, _Signals(self._plan))
+            self._signals = _Signals(self._plan)
+            self.callback_handler.callbacks.insert(0, self._signals)
 
     def _inputs_again(self) -> dict[str, Any] | None:
         """The inputs of the micro-batch that is run again, or `None`."""
@@ -162,7 +176,7 @@ class MemoryPlanning:
 
     def _before_micro_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if self._stepping and self._plan is not None and self.accelerator.num_processes == 1:
-            self._state = MicroBatchState(self, dict(inputs))
+            self._state = MicroBatchState(self, dict(inputs), self._signals.has_gradients)
         return inputs
 
     def training_step(self, model, *args, **kwargs):
