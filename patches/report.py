@@ -15,13 +15,13 @@ class PatchEntry:
     Args:
         name (`str`): The patch.
         modules (`tuple[str, ...]`): Where it sits in the model; empty if it was not applied.
-        detail (`str`): What it does there, or why it was not applied.
+        detail (`str`): What it does there, or why it was not applied; or an object whose text changes over a run.
         undo (`Callable`, *optional*): Takes the model and removes the patch; `None` if it was not applied.
     """
 
     name: str
     modules: tuple[str, ...]
-    detail: str
+    detail: str | object
     undo: Callable[[nn.Module], None] | None = field(default=None, repr=False)
 
     @property

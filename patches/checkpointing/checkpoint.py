@@ -20,14 +20,22 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         offloader (`Offloader`): Where to put it.
+        hold (`bool`): Leave it on the device, so that its loading fetches what was offloaded before it.
         on_refusal (`Callable`, *optional*): Called with the error when host memory is refused; the tensor then stays
             on its device.
     """
 
-    def __init__(self, offloader: Offloader, on_refusal: Callable[[HostMemoryError], None] | None = None):
+    def __init__(
+        self,
+        offloader: Offloader,
+        hold: bool = False,
+        on_refusal: Callable[[HostMemoryError], None] | None = None,
+    ):
         def pack(tensor: torch.Tensor) -> Saved | torch.Tensor:
             if not can_leave(tensor):
                 return tensor
+            if hold:
+                return offloader.hold(tensor)
             try:
                 return offloader.save(tensor)
             except HostMemoryError as error:
@@ -74,9 +82,9 @@ class LayerCheckpoint:
             if action == "keep":
                 return function(*args, **_of_the_function(kwargs))
             function = plan.watched(function)
-            if action == "recompute":
+            if action == "recompute" and not plan.notch.offload:
                 return torch_checkpoint(function, *args, **(self.options | kwargs))
-            with Offload(plan.offloader, plan.refused):
+            with Offload(plan.offloader, action == "recompute", plan.refused):
                 return torch_checkpoint(function, *args, **(self.options | kwargs))
 
     def torch_checkpoint(self) -> Callable:

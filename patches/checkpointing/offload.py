@@ -24,13 +24,19 @@ class Saved:
     One tensor that autograd saved: where its bytes are, and how to get them back.
 
     Its slot is given back when autograd drops it, also after a forward without a backward.
+
+    Args:
+        mover (`DeviceMover`): Of the tensor's device.
+        tensor (`torch.Tensor`): What is saved.
+        slot (`Slot`, *optional*): Where its bytes go; without one it stays on the device.
+        previous (`Saved`, *optional*): The one saved before it in this forward.
     """
 
-    def __init__(self, mover: "DeviceMover", tensor: torch.Tensor, slot: Slot, previous: "Saved | None"):
+    def __init__(self, mover: "DeviceMover", tensor: torch.Tensor, slot: Slot | None, previous: "Saved | None"):
         self.mover = mover
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.nbytes = tensor.numel() * tensor.element_size()
         self.slot = slot
+        self.held = tensor if slot is None else None
         # the one before it in the forward, which is the next one that the backward asks for
         self.previous = None if previous is None else weakref.ref(previous)
         self.staged: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -43,7 +49,8 @@ class Saved:
         if self.staged is not None and self.mover.is_cuda:
             # nobody asked for it: its memory must not be used again before the copy into it is over
             torch.cuda.current_stream(self.device).wait_event(self.staged[1])
-        self.mover.slab.give(self.slot)
+        if self.slot is not None:
+            self.mover.slab.give(self.slot)
 
 
 class DeviceMover:
@@ -81,10 +88,7 @@ class DeviceMover:
             HostMemoryError: If there is no host memory for it; nothing has changed then.
             RuntimeError: If one of the inputs saved before was changed in place while it was being copied.
         """
-        nbytes = tensor.numel() * tensor.element_size()
-        slot = self.slab.take(nbytes)
-        saved = Saved(self, tensor, slot, None if self._newest is None else self._newest())
-        self._newest = weakref.ref(saved)
+        saved = self._follow(tensor, self.slab.take(tensor.numel() * tensor.element_size()))
         if not self.is_cuda:
             saved.host.copy_(tensor.detach())
             return saved
@@ -100,23 +104,35 @@ class DeviceMover:
         self._leaving.append((tensor, tensor._version, done))
         return saved
 
+    def hold(self, tensor: torch.Tensor) -> Saved:
+        """Leave a tensor on the device, in the order of those that leave: loading it fetches the one before it."""
+        return self._follow(tensor, None)
+
+    def _follow(self, tensor: torch.Tensor, slot: Slot | None) -> Saved:
+        saved = Saved(self, tensor, slot, None if self._newest is None else self._newest())
+        self._newest = weakref.ref(saved)
+        return saved
+
     def load(self, saved: Saved) -> torch.Tensor:
         """The saved tensor on its device, with the copy of the one that comes next under way."""
         if not self.is_cuda:
-            return saved.host.clone()
+            return saved.host.clone() if saved.held is None else saved.held
         with torch.cuda.device(self.device):
             self._let_go(0)
-            if saved.staged is None:
-                self._stage(saved)
-            tensor, arrived = saved.staged
-            saved.staged = None
-            torch.cuda.current_stream().wait_event(arrived)
+            if saved.held is not None:
+                tensor = saved.held
+            else:
+                if saved.staged is None:
+                    self._stage(saved)
+                tensor, arrived = saved.staged
+                saved.staged = None
+                torch.cuda.current_stream().wait_event(arrived)
             following = saved
             for _ in range(self.staging_buffers - 1):
                 following = None if following.previous is None else following.previous()
                 if following is None:
                     break
-                if following.staged is None:
+                if following.staged is None and following.held is None:
                     self._stage(following)
         return tensor
 
@@ -184,6 +200,10 @@ class Offloader:
     def save(self, tensor: torch.Tensor) -> Saved:
         """As `DeviceMover.save`, on the tensor's own device."""
         return self.mover(tensor.device).save(tensor)
+
+    def hold(self, tensor: torch.Tensor) -> Saved:
+        """As `DeviceMover.hold`."""
+        return self.mover(tensor.device).hold(tensor)
 
     def reset(self) -> None:
         for mover in self._movers.values():

@@ -95,5 +95,4 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
             if isinstance(ours, LayerCheckpoint):
                 layer._gradient_checkpointing_func = ours.torch_checkpoint()
 
-    detail = f"checkpoint_policy={config.checkpoint_policy!r} where gradient_checkpointing is on"
-    return PatchEntry("checkpointing", (f"{len(layers)} layers",), detail, undo=undo)
+    return PatchEntry("checkpointing", (f"{len(layers)} layers",), plan, undo=undo)

@@ -6,19 +6,19 @@ backward frees them first. None of the three changes a number.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from accelerate.logging import get_logger
 
 from ..config import CheckpointPolicy
 from .memory import Probe
 from .offload import Offloader
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 Action = Literal["keep", "recompute", "offload"]
 
@@ -184,6 +184,10 @@ class Plan:
         self._probe = None
         self._start()
 
+    def __str__(self) -> str:
+        what = self.notch.describe(self.num_layers) if self.changes else "no plan before the first micro-batch"
+        return f"checkpoint_policy={self.policy!r}: {what}"
+
     @property
     def actions(self) -> list[Action]:
         """What happens to each layer now, in the order of the forward."""
@@ -233,7 +237,7 @@ class Plan:
         self.planned_tokens = tokens
         tile = TILE if tokens >= TILE_FROM else 0
         if self.pinned:
-            tile = min(tile, self.notch.tile) if tile and self.notch.tile else max(tile, self.notch.tile)
+            tile = self.notch.tile or tile
         notch = replace(self.notch, tile=tile)
         if self.policy == "auto" and not self.pinned:
             nbytes = hidden.numel() * hidden.element_size()
@@ -380,7 +384,9 @@ class _Watch:
     def result(self, notch: Notch) -> Measured | None:
         if not self.kept or notch != self.notch:
             return None
-        base, peak = self.base, self.probe.peak()
+        # what the first step has left behind, the optimizer's state, is there in all later ones
+        grown = max(0, self.probe.allocated() - self.base)
+        base, peak = self.base + grown, self.probe.peak() + grown
         self.kept += self.in_tiles // self.num_runs
         # what the kept layers added is taken out again: the peak of a step that keeps none
         peak -= notch.keep * (self.kept - (0 if notch.offload else self.layer_input))

@@ -5,14 +5,14 @@ Here a few large pieces are locked, each of exactly the size asked for, and hand
 """
 
 import bisect
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from accelerate.logging import get_logger
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256  # bytes; so that a slot can be viewed in any dtype
 STEP = 256 * 2**20  # bytes; the least that the slab grows by

@@ -27,6 +27,7 @@ ap.add_argument("--warm_up", type=int, default=3, help="steps under auto before 
 ap.add_argument("--skip", type=int, default=1, help="rounds left out of the medians")
 ap.add_argument("--qlora", type=int, default=0)
 ap.add_argument("--one_sample", type=int, default=0, help="rows are one sample each instead of packed ones")
+ap.add_argument("--settings", nargs="*", default=["auto", "recompute", "offload", "offload, 1 buffer"])
 ap.add_argument("--vram", type=float, default=0)
 ap.add_argument("--tile", type=int, default=None, help="tokens per tile in all settings, instead of the plan's")
 a = ap.parse_args()
@@ -44,7 +45,7 @@ from unsloth_trl.patches.checkpointing.policy import Notch
 limit_memory(a.vram)
 path = build(a.model, a.tokenizer)
 rng = random.Random(0)
-names = ("auto", "recompute", "offload", "offload, 1 buffer")
+names = a.settings
 steps = a.warm_up + a.rounds * len(names)
 total = a.len * a.bs * (steps + 2)
 if a.one_sample:
@@ -73,7 +74,8 @@ class Turns(TrainerCallback):
             }
             plan.offloader.release = lambda: None  # the host memory stays between turns, as in a run of one setting
         if turn >= 0:
-            self.name = names[turn % len(names)]
+            turn, back = turn % len(names), turn // len(names) % 2
+            self.name = names[len(names) - 1 - turn if back else turn]  # there and back: no setting is always first
             trainer._plan.use(self.settings[self.name])
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
