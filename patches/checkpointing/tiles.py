@@ -32,7 +32,7 @@ class _Stash(torch.autograd.Function):
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run: "TiledForward", tile: int, stash: Any, x: torch.Tensor, *weights: torch.Tensor):
+    def forward(ctx, run: "TiledForward", tile: int, stash: list[torch.Tensor], x: torch.Tensor, *weights: torch.Tensor):
         ctx.run, ctx.tile, ctx.stash = run, tile, stash
         ctx.weights = weights
         device = x.device.type
@@ -43,7 +43,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx, grad_out: torch.Tensor):
         if ctx.stash is None:
             raise RuntimeError("the backward of a tiled layer runs once; call backward() without retain_graph")
-        (x,) = ctx.stash.saved_tensors
+        (x,) = ctx.stash[0].grad_fn.saved_tensors
         # attributes live as long as the graph, unlike saved tensors
         ctx.stash = None
         device, dtype, enabled = ctx.autocast
@@ -112,7 +112,7 @@ class TiledForward:
         if torch.is_grad_enabled():
             weights = [p for p in self.module.parameters() if p.requires_grad]
             anchor = torch.empty(0, device=x.device, requires_grad=True)
-            out = _Tiled.apply(self, tile, _Stash.apply(flat, anchor).grad_fn, flat, *weights)
+            out = _Tiled.apply(self, tile, [_Stash.apply(flat, anchor)], flat, *weights)
         else:
             out = self.in_tiles(flat, tile)
         return out.view(*x.shape[:-1], -1)

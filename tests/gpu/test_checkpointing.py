@@ -1,6 +1,7 @@
 """Checkpoint policies on a GPU: the same bits in every gradient, whatever the copies' timing, in constant memory."""
 
 import gc
+import os
 import random
 
 import pytest
@@ -19,13 +20,14 @@ from unsloth_trl.patches.registry import base_model
 
 pytestmark = pytest.mark.gpu
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 LENGTHS = [900, 1, 300, 77, 770]
 HIDDEN, LAYERS = 512, 6
 
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
