@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..layout import PackedLayout
+from .heads import backward_by_heads, forward_by_heads
 from .reference import varlen_attention_backward_reference, varlen_attention_reference
 
 
@@ -89,7 +90,10 @@ def _flash_attn_varlen(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return flash_forward(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True, window)
+    def attend(query, key, value):
+        return flash_forward(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True, window)
+
+    return forward_by_heads(attend, query, key, value)
 
 
 @_flash_attn_varlen.register_kernel("cpu")
@@ -116,21 +120,10 @@ def _flash_attn_varlen_backward(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return flash_backward(
-        grad_out.contiguous(),
-        query,
-        key,
-        value,
-        out,
-        lse,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        scale,
-        True,
-        window,
-    )
+    def attend_backward(*tensors):
+        return flash_backward(*tensors, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True, window)
+
+    return backward_by_heads(attend_backward, grad_out.contiguous(), query, key, value, out, lse)
 
 
 @_flash_attn_varlen_backward.register_kernel("cpu")

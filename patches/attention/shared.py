@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..layout import NO_PARENT, PackedLayout
+from .heads import backward_by_heads, forward_by_heads
 from .op import flash_backward, flash_forward, pad_heads
 from .reference import varlen_attention_backward_reference, varlen_attention_reference
 
@@ -146,14 +147,17 @@ def _flash_attn_shared(
     cross_table: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True)
-    for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
-        queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
-        part, part_lse = _attend(
-            query[queries], key[keys], value[keys], cu_q, cu_k, call.max_q, call.max_k, scale, False
-        )
-        _merge_(out[queries], lse[:, queries], part, part_lse)
-    return out, lse
+    def attend(query, key, value):
+        out, lse = _attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True)
+        for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
+            queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
+            part, part_lse = _attend(
+                query[queries], key[keys], value[keys], cu_q, cu_k, call.max_q, call.max_k, scale, False
+            )
+            _merge_(out[queries], lse[:, queries], part, part_lse)
+        return out, lse
+
+    return forward_by_heads(attend, query, key, value)
 
 
 @_flash_attn_shared.register_fake
@@ -177,29 +181,31 @@ def _flash_attn_shared_backward(
     cross_table: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_out = grad_out.contiguous()
-    grads = _attend_backward(
-        grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True
-    )
-    for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
-        queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
-        parts = _attend_backward(
-            grad_out[queries],
-            query[queries],
-            key[keys],
-            value[keys],
-            out[queries],
-            lse[:, queries].contiguous(),
-            cu_q,
-            cu_k,
-            call.max_q,
-            call.max_k,
-            scale,
-            False,
+    def attend_backward(grad_out, query, key, value, out, lse):
+        grads = _attend_backward(
+            grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True
         )
-        for grad, part, span in zip(grads, parts, (queries, keys, keys), strict=True):
-            grad[span].add_(part)
-    return grads
+        for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
+            queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
+            parts = _attend_backward(
+                grad_out[queries],
+                query[queries],
+                key[keys],
+                value[keys],
+                out[queries],
+                lse[:, queries].contiguous(),
+                cu_q,
+                cu_k,
+                call.max_q,
+                call.max_k,
+                scale,
+                False,
+            )
+            for grad, part, span in zip(grads, parts, (queries, keys, keys), strict=True):
+                grad[span].add_(part)
+        return grads
+
+    return backward_by_heads(attend_backward, grad_out.contiguous(), query, key, value, out, lse)
 
 
 @_flash_attn_shared_backward.register_fake

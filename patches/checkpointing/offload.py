@@ -93,7 +93,7 @@ class DeviceMover:
             saved.host.copy_(tensor.detach())
             return saved
         with torch.cuda.device(self.device):
-            self._let_go(IN_FLIGHT - 1)
+            self.let_go(IN_FLIGHT - 1)
             ready = torch.cuda.current_stream().record_event()
             self._out.wait_event(ready)
             if self._last_in is not None:
@@ -118,7 +118,7 @@ class DeviceMover:
         if not self.is_cuda:
             return saved.host.clone() if saved.held is None else saved.held
         with torch.cuda.device(self.device):
-            self._let_go(0)
+            self.let_go(0)
             if saved.held is not None:
                 tensor = saved.held
             else:
@@ -147,14 +147,14 @@ class DeviceMover:
             self._last_in = self._in.record_event()
         saved.staged = (tensor, self._last_in)
 
-    def _let_go(self, keep: int) -> None:
+    def let_go(self, keep: int = 0) -> None:
         """Drop inputs whose copy is done, and wait on the compute stream for all but the last `keep` others."""
         while self._leaving:
             tensor, version, done = self._leaving[0]
             if not done.query():
                 if len(self._leaving) <= keep:
                     return
-                torch.cuda.current_stream().wait_event(done)
+                torch.cuda.current_stream(self.device).wait_event(done)
             self._leaving.popleft()
             if tensor._version != version:
                 raise RuntimeError(
@@ -208,6 +208,11 @@ class Offloader:
     def reset(self) -> None:
         for mover in self._movers.values():
             mover.reset()
+
+    def let_go(self) -> None:
+        """As `DeviceMover.let_go`, on all devices."""
+        for mover in self._movers.values():
+            mover.let_go()
 
     def release(self) -> None:
         """Give all host memory back, once nothing is saved in it any more."""

@@ -197,7 +197,9 @@ class Plan:
         first_kept = self.num_layers - self.notch.keep
         if index >= first_kept:
             return "keep"
-        if self.notch.offload and not (self.notch.keep == 0 and index >= first_kept - ON_DEVICE):
+        # in long rows an input is large and the head takes long enough for its copies
+        stay = 0 if self.notch.keep or self.notch.tile else ON_DEVICE
+        if self.notch.offload and index < first_kept - stay:
             return "offload"
         return "recompute"
 
@@ -304,6 +306,10 @@ class Plan:
         else:
             tile = self.notch.tile if self.tiles_now or outside else 0
         return tile if tile < tokens else 0
+
+    def layers_are_over(self) -> None:
+        """Memory of the last offloaded inputs is wanted for the head."""
+        self.offloader.let_go()
 
     @property
     def watch(self) -> "_Watch | None":

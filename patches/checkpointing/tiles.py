@@ -32,7 +32,9 @@ class _Stash(torch.autograd.Function):
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run: "TiledForward", tile: int, stash: list[torch.Tensor], x: torch.Tensor, *weights: torch.Tensor):
+    def forward(
+        ctx, run: "TiledForward", tile: int, stash: list[torch.Tensor], x: torch.Tensor, *weights: torch.Tensor
+    ):
         ctx.run, ctx.tile, ctx.stash = run, tile, stash
         ctx.weights = weights
         device = x.device.type
@@ -108,6 +110,8 @@ class TiledForward:
 
     @torch.compiler.disable
     def _tiled(self, x: torch.Tensor, tile: int) -> torch.Tensor:
+        if self.outside:
+            self.plan.layers_are_over()
         flat = x.reshape(1, -1, x.shape[-1])
         if torch.is_grad_enabled():
             weights = [p for p in self.module.parameters() if p.requires_grad]

@@ -32,19 +32,23 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def build(policy_name: str, dropout: float = 0.0, **config):
+def build(policy_name: str, dropout: float = 0.0, intermediate: int = 1024, **config):
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=512,
             hidden_size=HIDDEN,
-            intermediate_size=1024,
+            intermediate_size=intermediate,
             num_hidden_layers=LAYERS,
             num_attention_heads=8,
             num_key_value_heads=4,
         )
     ).to("cuda", torch.bfloat16)
     model = get_peft_model(model, lora_config("llama", lora_dropout=dropout, r=8)).train()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.02)  # PEFT starts with zeros, and the gradient of lora_A would be zero
     base = base_model(model)
     apply_patches(model, PatchConfig(checkpoint_policy=policy_name, **config))
     base.gradient_checkpointing_enable()
@@ -156,7 +160,7 @@ def test_tiles_need_less_memory(monkeypatch):
     lengths = [4000] * 8
     peaks = {}
     for tile in (0, 1024):
-        model, plan = build("recompute")
+        model, plan = build("recompute", intermediate=4096)
         step(model, 0, [8])
         plan.use(Notch(tile=tile))
         monkeypatch.setattr(policy, "TILE_FROM", 10**9)
@@ -170,4 +174,4 @@ def test_tiles_need_less_memory(monkeypatch):
                 input_ids=ids, position_ids=layout.position_ids, packed_layout=layout
             ).last_hidden_state.sum().backward()
         peaks[tile] = torch.cuda.max_memory_allocated() - before
-    assert peaks[1024] < 0.75 * peaks[0], peaks
+    assert peaks[1024] < 0.6 * peaks[0], peaks
