@@ -1,7 +1,7 @@
-"""Long rows are attended to a few heads at a time, since FlashAttention's scratch memory is several times its inputs.
+"""The backward of long rows takes a few heads at a time, since FlashAttention's scratch is several times its inputs.
 
-Its backward holds the gradient of the queries in fp32 and that of the keys and values once per query head; merging two
-calls holds both outputs in fp32. Heads do not see each other, so nothing changes but the memory.
+It holds the gradient of the queries in fp32 and that of the keys and values once per query head. Heads do not see each
+other, so nothing changes but the memory.
 """
 
 from collections.abc import Callable
@@ -26,27 +26,6 @@ def head_parts(query: torch.Tensor, key: torch.Tensor) -> list[tuple[slice, slic
     width = max(1, BYTES // max(nbytes, 1))
     starts = range(0, num_kv_heads, width)
     return [(slice(i * group, (i + width) * group), slice(i, i + width)) for i in starts]
-
-
-def forward_by_heads(
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend(query, key, value)`, which returns output and log-sum-exp `(num_heads, num_tokens)`, part by part."""
-    parts = head_parts(query, key)
-    if len(parts) == 1:
-        return attend(query, key, value)
-    out = lse = None
-    for heads, kv_heads in parts:
-        part, part_lse = attend(query[:, heads], key[:, kv_heads], value[:, kv_heads])
-        if out is None:
-            out = part.new_empty(*query.shape[:2], part.shape[-1])
-            lse = part_lse.new_empty(query.shape[1], part_lse.shape[1])
-        out[:, heads], lse[heads] = part, part_lse
-        del part, part_lse
-    return out, lse
 
 
 def backward_by_heads(

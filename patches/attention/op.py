@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..layout import PackedLayout
-from .heads import backward_by_heads, forward_by_heads
+from .heads import backward_by_heads
 from .reference import varlen_attention_backward_reference, varlen_attention_reference
 
 
@@ -90,10 +90,7 @@ def _flash_attn_varlen(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    def attend(query, key, value):
-        return flash_forward(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True, window)
-
-    return forward_by_heads(attend, query, key, value)
+    return flash_forward(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True, window)
 
 
 @_flash_attn_varlen.register_kernel("cpu")

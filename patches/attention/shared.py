@@ -17,9 +17,13 @@ from typing import NamedTuple
 import torch
 
 from ..layout import NO_PARENT, PackedLayout
-from .heads import backward_by_heads, forward_by_heads
+from .heads import backward_by_heads
 from .op import flash_backward, flash_forward, pad_heads
 from .reference import varlen_attention_backward_reference, varlen_attention_reference
+
+
+# Of one call between levels: the kernel's scratch memory is several times its queries.
+MAX_QUERIES = 2**15
 
 
 class CrossCalls(NamedTuple):
@@ -39,6 +43,34 @@ class _Call(NamedTuple):
     max_q: int
     max_k: int
     spans: int
+
+
+class _Part(NamedTuple):
+    """Some of the spans between two levels, `(queries, keys)` each, and what lies before them."""
+
+    q_offset: int
+    k_offset: int
+    spans: list[tuple[int, int]]
+
+
+def _cut(queries: list[int], keys: list[int]) -> list[_Part]:
+    """The spans of two levels in parts of at most `MAX_QUERIES` queries; a longer span is cut."""
+    parts = [_Part(0, 0, [])]
+    q_offset = k_offset = in_part = 0
+    for num_queries, num_keys in zip(queries, keys, strict=True):
+        left = num_queries
+        while in_part + left > MAX_QUERIES:
+            if room := MAX_QUERIES - in_part:
+                parts[-1].spans.append((room, num_keys))
+            left -= room
+            q_offset += room
+            in_part = 0
+            parts.append(_Part(q_offset, k_offset, []))
+        parts[-1].spans.append((left, num_keys))
+        in_part += left
+        q_offset += left
+        k_offset += num_keys
+    return parts
 
 
 def level_refusal(layout: PackedLayout) -> str | None:
@@ -83,17 +115,22 @@ def build_cross_calls(layout: PackedLayout) -> CrossCalls:
             tokens = dict.fromkeys(levels[above], 0)
             for i, a in ancestor.items():
                 tokens[a] += layout.seqlens[i]
-            queries = list(itertools.accumulate(tokens.values(), initial=0))
-            keys = list(itertools.accumulate((layout.seqlens[a] for a in levels[above]), initial=0))
-            if not queries[-1] or not keys[-1]:
-                continue
             q_start, k_start = starts[levels[depth][0]], starts[levels[above][0]]
-            longest = max(layout.seqlens[a] for a in levels[above])
-            call = _Call(
-                q_start, q_start + queries[-1], k_start, k_start + keys[-1], max(tokens.values()), longest, len(tokens)
-            )
-            table += call
-            boundaries += [*queries, *keys]
+            for part in _cut(list(tokens.values()), [layout.seqlens[i] for i in levels[above]]):
+                queries = list(itertools.accumulate((q for q, _ in part.spans), initial=0))
+                keys = list(itertools.accumulate((k for _, k in part.spans), initial=0))
+                if queries[-1] and keys[-1]:
+                    first_q, first_k = q_start + part.q_offset, k_start + part.k_offset
+                    table += _Call(
+                        first_q,
+                        first_q + queries[-1],
+                        first_k,
+                        first_k + keys[-1],
+                        max(q for q, _ in part.spans),
+                        max(k for _, k in part.spans),
+                        len(part.spans),
+                    )
+                    boundaries += [*queries, *keys]
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
     if layout.device.type == "cuda":
         cu_seqlens = cu_seqlens.pin_memory().to(layout.device, non_blocking=True)
@@ -147,17 +184,14 @@ def _flash_attn_shared(
     cross_table: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    def attend(query, key, value):
-        out, lse = _attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True)
-        for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
-            queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
-            part, part_lse = _attend(
-                query[queries], key[keys], value[keys], cu_q, cu_k, call.max_q, call.max_k, scale, False
-            )
-            _merge_(out[queries], lse[:, queries], part, part_lse)
-        return out, lse
-
-    return forward_by_heads(attend, query, key, value)
+    out, lse = _attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True)
+    for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
+        queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
+        part, part_lse = _attend(
+            query[queries], key[keys], value[keys], cu_q, cu_k, call.max_q, call.max_k, scale, False
+        )
+        _merge_(out[queries], lse[:, queries], part, part_lse)
+    return out, lse
 
 
 @_flash_attn_shared.register_fake
@@ -181,31 +215,36 @@ def _flash_attn_shared_backward(
     cross_table: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def attend_backward(grad_out, query, key, value, out, lse):
-        grads = _attend_backward(
-            grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True
-        )
-        for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
-            queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
-            parts = _attend_backward(
-                grad_out[queries],
-                query[queries],
-                key[keys],
-                value[keys],
-                out[queries],
-                lse[:, queries].contiguous(),
-                cu_q,
-                cu_k,
-                call.max_q,
-                call.max_k,
-                scale,
-                False,
-            )
-            for grad, part, span in zip(grads, parts, (queries, keys, keys), strict=True):
-                grad[span].add_(part)
-        return grads
+    grad_out = grad_out.contiguous()
 
-    return backward_by_heads(attend_backward, grad_out.contiguous(), query, key, value, out, lse)
+    def to_itself(*tensors):
+        return _attend_backward(*tensors, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True)
+
+    grads = backward_by_heads(to_itself, grad_out, query, key, value, out, lse)
+    dtype = query.dtype
+    if len(cross_table) > len(_Call._fields) and dtype != torch.float64:
+        # the gradients of a prompt are sums over several calls
+        grads = grads[0], grads[1].float(), grads[2].float()
+    for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
+        queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
+        parts = _attend_backward(
+            grad_out[queries],
+            query[queries],
+            key[keys],
+            value[keys],
+            out[queries],
+            lse[:, queries].contiguous(),
+            cu_q,
+            cu_k,
+            call.max_q,
+            call.max_k,
+            scale,
+            False,
+        )
+        for grad, part, span in zip(grads, parts, (queries, keys, keys), strict=True):
+            grad[span].add_(part)
+        del parts, part
+    return tuple(grad.to(dtype) for grad in grads)
 
 
 @_flash_attn_shared_backward.register_fake

@@ -81,11 +81,8 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     if any(layer.gradient_checkpointing for layer in layers):
         enable.install()
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    inside, outside = tileable(model if decoder is None else decoder, layers)
-    for module in inside:
-        module.forward = TiledForward(module, plan)
-    for module in outside:
-        module.forward = TiledForward(module, plan, outside=True)
+    for module, place in tileable(model if decoder is None else decoder, layers):
+        module.forward = TiledForward(module, plan, place)
 
     def undo(model: PreTrainedModel) -> None:
         model.__dict__.pop("gradient_checkpointing_enable", None)

@@ -21,6 +21,7 @@ from .offload import Offloader
 logger = logging.getLogger(__name__)
 
 Action = Literal["keep", "recompute", "offload"]
+Place = Literal["layer", "projection", "outside"]
 
 ON_DEVICE = 2  # the last layers' inputs are the first that the backward needs: they stay
 TILE = 8192  # tokens; products of this many rows are as fast as longer ones
@@ -41,12 +42,14 @@ class Notch:
         offload (`bool`): Whether the inputs of the others wait in host memory.
         staging (`int`): Offloaded inputs on the device at once in the backward.
         tile (`int`): Tokens per tile inside checkpointed layers, 0 for none.
+        projections (`bool`): Whether the attention's projections are tiled too, which computes them once more.
     """
 
     keep: int = 0
     offload: bool = False
     staging: int = 2
     tile: int = 0
+    projections: bool = False
 
     def describe(self, num_layers: int) -> str:
         rest = num_layers - self.keep
@@ -58,7 +61,8 @@ class Notch:
         elif rest:
             parts.append(f"{rest} recompute from inputs on the device")
         if rest and self.tile:
-            parts.append(f"in tiles of {self.tile} tokens")
+            also = ", projections too" if self.projections else ""
+            parts.append(f"in tiles of {self.tile} tokens{also}")
         return ", ".join(parts)
 
 
@@ -279,6 +283,8 @@ class Plan:
             lower = replace(notch, keep=max(0, notch.keep - max(1, self.num_layers // 8)))
         elif not notch.offload and not self._refused:
             lower = replace(notch, offload=True)
+        elif notch.tile and not notch.projections:
+            lower = replace(notch, projections=True)
         elif not notch.tile or notch.tile > SMALLEST_TILE:
             longest = max(self.planned_tokens, SMALLEST_TILE)
             tile = notch.tile // 2 if notch.tile else min(TILE, longest // 2)
@@ -293,18 +299,20 @@ class Plan:
         self._set(lower, "out of memory", logger.warning)
         return True
 
-    def tile_for(self, tokens: int, outside: bool) -> int:
+    def tile_for(self, tokens: int, place: Place) -> int:
         """
         Tokens per tile for a part of the model that works token by token; 0 to run it whole.
 
         Args:
             tokens (`int`): Of its input.
-            outside (`bool`): Whether the part is outside the layers, which checkpoint themselves.
+            place (`str`): `"layer"`, `"projection"`, or `"outside"` of the layers, which checkpoint themselves.
         """
         if not torch.is_grad_enabled():
             tile = TILE if tokens >= TILE_FROM else 0
+        elif place == "outside":
+            tile = self.notch.tile
         else:
-            tile = self.notch.tile if self.tiles_now or outside else 0
+            tile = self.notch.tile if self.tiles_now and (place == "layer" or self.notch.projections) else 0
         return tile if tile < tokens else 0
 
     def layers_are_over(self) -> None:

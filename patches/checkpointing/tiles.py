@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .policy import Plan
+from .policy import Place, Plan
 
 
 class _Stash(torch.autograd.Function):
@@ -88,11 +88,11 @@ class TiledForward:
     Args:
         module (`nn.Module`): Takes `(batch, tokens, hidden)` and returns the same but for the last dimension.
         plan (`Plan`): Says how many tokens a tile has.
-        outside (`bool`): Whether the module is outside the layers, such as the final norm.
+        place (`str`): Where the module is; see `Plan.tile_for`.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, outside: bool = False):
-        self.module, self.plan, self.outside = module, plan, outside
+    def __init__(self, module: nn.Module, plan: Plan, place: Place):
+        self.module, self.plan, self.place = module, plan, place
         self.inner: Callable | None = module.__dict__.get("forward")
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,14 +103,14 @@ class TiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].ndim == 3:
-            tile = self.plan.tile_for(args[0].shape[:2].numel(), self.outside)
+            tile = self.plan.tile_for(args[0].shape[:2].numel(), self.place)
             if tile:
                 return self._tiled(args[0], tile)
         return self.whole(*args, **kwargs)
 
     @torch.compiler.disable
     def _tiled(self, x: torch.Tensor, tile: int) -> torch.Tensor:
-        if self.outside:
+        if self.place == "outside":
             self.plan.layers_are_over()
         flat = x.reshape(1, -1, x.shape[-1])
         if torch.is_grad_enabled():
@@ -133,30 +133,28 @@ class TiledForward:
         return out
 
 
-def tileable(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+def tileable(decoder: nn.Module, layers: list[nn.Module]) -> list[tuple[nn.Module, Place]]:
     """
-    Parts of the model that work token by token.
+    Parts of the model that work token by token, and where they are.
 
     Args:
-        model (`nn.Module`): The decoder.
+        decoder (`nn.Module`): What has the layers.
         layers (`list[nn.Module]`): Its checkpointed layers.
 
     Returns:
         The MLPs, norms and projections of the layers, and the norms outside of them. Experts are not among them, since
         their router looks at all tokens, and neither is anything with dropout, which would draw other masks.
     """
-    inside, outside = [], []
+    found: list[tuple[nn.Module, Place]] = []
     for layer in layers:
         for child in layer.children():
             kind = type(child).__name__
             if kind.endswith(("MLP", "FeedForward", "Norm")):
-                inside.append(child)
+                found.append((child, "layer"))
             elif "Attention" in kind:
-                inside.extend(module for module in child.children() if _is_projection(module))
-    for child in model.children():
-        if type(child).__name__.endswith("Norm"):
-            outside.append(child)
-    return [m for m in inside if _works_by_token(m)], [m for m in outside if _works_by_token(m)]
+                found.extend((module, "projection") for module in child.children() if _is_projection(module))
+    found.extend((child, "outside") for child in decoder.children() if type(child).__name__.endswith("Norm"))
+    return [(module, place) for module, place in found if _works_by_token(module)]
 
 
 def _is_projection(module: nn.Module) -> bool:
