@@ -1,6 +1,7 @@
 """Random-weight models with the shapes of public ones, and a tokenizer, for speed and memory measurements."""
 
 import os
+import re
 import tempfile
 
 import torch
@@ -101,8 +102,12 @@ SHAPES["qwen3-30b-a3b"] = (Qwen3MoeConfig, {**SHAPES["qwen3-30b-a3b-12l"][1], "n
 
 
 def config(name: str):
-    config_class, kwargs = SHAPES[name]
-    return config_class(**kwargs, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    """Configuration of a shape, of which `-8l` at the end of a name takes eight layers."""
+    whole, layers = name, {}
+    if name not in SHAPES and (match := re.fullmatch(r"(.+)-(\d+)l", name)):
+        whole, layers = match[1], {"num_hidden_layers": int(match[2])}
+    config_class, kwargs = SHAPES[whole]
+    return config_class(**kwargs | layers, bos_token_id=1, eos_token_id=2, pad_token_id=2)
 
 
 def build(name: str, tokenizer_dir: str, root: str | None = None) -> str:
