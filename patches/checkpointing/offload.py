@@ -193,6 +193,10 @@ class Offloader:
             self._movers[device] = DeviceMover(device, limit, self.staging_buffers)
         return self._movers[device]
 
+    def reserve(self, device: torch.device, nbytes: int, count: int) -> None:
+        """Have host memory for `count` inputs of `nbytes` each, spread over the model's devices."""
+        self.mover(device).slab.reserve(nbytes, -(-count // self.num_devices))
+
     def begin(self) -> None:
         for mover in self._movers.values():
             mover.begin()

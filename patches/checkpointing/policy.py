@@ -256,6 +256,9 @@ class Plan:
                 # measured until the optimizer has stepped, which allocates its state in the first step
                 self._watch = _Watch(self._probe, nbytes, notch)
         self._set(notch, f"micro-batches of {tokens} tokens")
+        if self.notch.offload:
+            count = self.actions.count("offload")
+            self.offloader.reserve(hidden.device, hidden.numel() * hidden.element_size(), count)
 
     def _choose(self, measured: Measured, tile: int) -> Notch:
         notch = choose(measured, self.num_layers, self._probe.usable(), self._probe.bandwidth(), tile)
@@ -330,17 +333,15 @@ class Plan:
         self._set(notch, "set by hand")
 
     def refused(self, error: Exception) -> None:
-        """Host memory was refused: this input stays on the device, and so do those of later steps."""
+        """Host memory was refused: this input stays on the device, and so will those for which there is none."""
         if not self._refused:
             self._refused = True
             logger.warning(
-                f"Layer inputs stay on the device from here on: {error}. Raise max_pinned_gb, free memory, or set "
-                "checkpoint_policy='recompute'."
+                f"Not all layer inputs are offloaded, the rest stay on the device: {error}. Raise max_pinned_gb, free "
+                "memory, or set checkpoint_policy='recompute'."
             )
 
     def _set(self, notch: Notch, why: str, say: Callable[[str], None] | None = None) -> None:
-        if self._refused:
-            notch = replace(notch, offload=False)
         first = not self.changes
         if notch == self.notch and not first:
             return

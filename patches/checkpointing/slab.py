@@ -15,7 +15,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256  # bytes; so that a slot can be viewed in any dtype
-STEP = 256 * 2**20  # bytes; the least that the slab grows by
+STEP = 256 * 2**20  # bytes; the least that the slab grows by for a slot that was not reserved
+PIECE = 4 * 2**30  # bytes that are locked at once when slots are reserved, if a slot is not longer
 
 
 class HostMemoryError(RuntimeError):
@@ -104,6 +105,7 @@ class HostSlab:
         self.limit = limit
         self._lock = lock
         self._pieces: list[_Piece] = []
+        self._reserved = 0  # bytes of the longest slots that were
 
     @property
     def nbytes(self) -> int:
@@ -119,15 +121,32 @@ class HostSlab:
     def is_pageable(self) -> bool:
         return self._lock is None
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, count: int) -> None:
         """
-        Grow by one piece, as far as the limit allows, so that `nbytes` in all are held.
+        Have `count` free slots of `nbytes` each, or as many as can be had.
 
-        Raises:
-            HostMemoryError: If that is more than the limit.
+        Rows that are longer than any before come again and again at first; each time a quarter more is reserved, and
+        what is too short for them is given back.
         """
-        if self.nbytes < nbytes:
-            self._grow(nbytes - self.nbytes)
+        size = _aligned(nbytes)
+        if self._free_slots(size) >= count:
+            return
+        if self._reserved and (wide := _aligned(self._reserved * 5 // 4)) * count <= self.limit:
+            size = max(size, wide)
+        self._reserved = size
+        self._pieces = [piece for piece in self._pieces if not piece.is_free]
+        # whoever takes one that is missing in the end is told
+        missing = min(count - self._free_slots(size), (self.limit - self.nbytes) // size)
+        while missing > 0:
+            slots = min(missing, max(1, PIECE // size))
+            try:
+                self._grow(slots * size)
+            except HostMemoryError:
+                return
+            missing -= slots
+
+    def _free_slots(self, size: int) -> int:
+        return sum((end - start) // size for piece in self._pieces for start, end in piece.free)
 
     def take(self, nbytes: int) -> Slot:
         """
@@ -143,7 +162,7 @@ class HostSlab:
         if size > self.limit - self.nbytes:
             # pieces that are too short for longer rows than before make room
             self._pieces = [piece for piece in self._pieces if not piece.is_free]
-        self._grow(size)
+        self._grow(max(size, min(STEP, self.limit - self.nbytes)))
         piece = self._pieces[-1]
         start = piece.take(size)
         return Slot(piece, start, piece.buffer[start : start + nbytes])
@@ -159,10 +178,8 @@ class HostSlab:
                 f"{(self.nbytes + nbytes) / 2**30:.2f} GiB of host memory are needed for offloaded layer inputs and "
                 f"{self.limit / 2**30:.2f} GiB are allowed"
             )
-        size = _aligned(max(nbytes, min(STEP, room)))
-        size = nbytes if size > room else size
         try:
-            self._pieces.append(_Piece(size, self._lock))
+            self._pieces.append(_Piece(nbytes, self._lock))
         except HostMemoryError:
             raise
         except RuntimeError as error:
@@ -171,7 +188,7 @@ class HostSlab:
                 f"Offloaded layer inputs go to pageable memory from here on: {error}. Training goes on, with slower "
                 "copies; lower max_pinned_gb, or set checkpoint_policy='recompute'."
             )
-            self._pieces.append(_Piece(size, None))
+            self._pieces.append(_Piece(nbytes, None))
 
 
 def _aligned(nbytes: int) -> int:

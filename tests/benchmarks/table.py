@@ -53,7 +53,7 @@ def _newest_beside_trl(rows: list[dict], *keys: str) -> list[list[dict]]:
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if _is_current(row):
-            groups.setdefault((*(row[key] for key in keys), row["call"]), []).append(row)
+            groups.setdefault((*(row.get(key) or 0 for key in keys), row["call"]), []).append(row)
     found = {key[:-1]: group for key, group in sorted(groups.items()) if any(row["mode"] == "trl" for row in group)}
     return list(found.values())
 
@@ -77,24 +77,53 @@ def _sft(rows: list[dict]) -> str:
 def _grpo(rows: list[dict]) -> str:
     first = rows[0]
     accumulation = f", {first['ga']} micro-batches a step" if first["ga"] > 1 else ""
+    lengths = f"of {first['R']}" if first.get("fixed") else f"{first['R'] // 2} to {first['R']}"
+    adapter = "QLoRA (NF4)" if first.get("qlora") else "LoRA"
+    card = f", {first['vram']:g} GiB of the card" if first.get("vram") else ""
     return (
-        f"**GRPO, {first['model']} shape, prompt {first['P']}, completions {first['R'] // 2} to {first['R']}, groups "
-        f"of {first['G']}**, {first['bs']} rows a micro-batch{accumulation}, beta {first['beta']:g}, LoRA r=16, "
-        f"gradient checkpointing, bf16, {_where(first)}; scoring and update, median (fastest) seconds; "
+        f"**GRPO, {first['model']} shape, prompt {first['P']}, completions {lengths}, groups "
+        f"of {first['G']}**, {first['bs']} rows a micro-batch{accumulation}, beta {first['beta']:g}, {adapter} r=16, "
+        f"gradient checkpointing, bf16, {_where(first)}{card}; scoring and update, median (fastest) seconds; "
         f"call {first['call']}\n\n"
         "| | seconds a step | against TRL | peak memory | against TRL | commit |\n|---|---|---|---|---|---|\n"
         + "\n".join(_grpo_line(row, rows) for row in rows)
     )
 
 
+def _policies(rows: list[dict]) -> str:
+    """Policies of one run, which takes them in turn; ratios are to the recomputed step of the same round."""
+    first = rows[0]
+    adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
+    return (
+        f"**Checkpoint policies, {first['model']} shape, {first['bs'] * first['len'] // 1024}k tokens a step**, "
+        f"{adapter} r=16, bf16, {_where(first)}; steps in turn, call {first['call']}\n\n"
+        "| | seconds a step | against recompute | peak memory | host memory | commit |\n|---|---|---|---|---|---|\n"
+        + "\n".join(
+            f"| {row['policy']}: {row['plan']} | {row['median_s']:.3f} ({row['min_s']:.3f}) | "
+            f"{row['ratio_to_recompute']:.3f}x | {row['peak_gib']} GiB | {_held(row)} | {row['commit']} |"
+            for row in rows
+        )
+    )
+
+
+def _held(row: dict) -> str:
+    return f"{row['host_gib']} GiB" if "host memory" in row["plan"] else "-"
+
+
 def render() -> str:
-    """A table for each model and way of timing, then one for each GRPO shape."""
+    """A table for each model and way of timing, one for each run of checkpoint policies, one for each GRPO shape."""
     rows = load()
     sft = [row for row in rows if "task" not in row]
     grpo = [row for row in rows if row.get("task") == "grpo"]
+    grpo_keys = ("model", "P", "R", "G", "bs", "ga", "beta", "qlora", "vram", "fixed")
+    turns: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row.get("task") == "checkpointing":
+            turns.setdefault((row["model"], row["len"], row["bs"], row["qlora"], row["call"]), []).append(row)
     return "\n\n".join(
         [_sft(group) for group in _newest_beside_trl(sft, "model", "timing")]
-        + [_grpo(group) for group in _newest_beside_trl(grpo, "model", "P", "R", "G", "bs", "ga", "beta")]
+        + [_policies(group) for _, group in sorted(turns.items())]
+        + [_grpo(group) for group in _newest_beside_trl(grpo, *grpo_keys)]
     )
 
 

@@ -1,0 +1,95 @@
+"""Checkpoint policies for models outside transformers: an `accelerate.hooks.ModelHook` on each layer."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from torch import nn
+
+from ..config import CheckpointPolicy
+from .checkpoint import LayerCheckpoint
+from .policy import Plan
+
+
+class CheckpointHook(ModelHook):
+    """
+    Checkpoints the forward of the module it is attached to.
+
+    Args:
+        checkpoint (`LayerCheckpoint`): What the forward is called through.
+    """
+
+    def __init__(self, checkpoint: LayerCheckpoint):
+        self.checkpoint = checkpoint
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        # accelerate calls `_old_forward` between its own hooks, and puts it back in the end
+        self.forward = module._old_forward
+        module._old_forward = self
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            # keyword arguments go with the function; positional tensors are what is offloaded
+            return self.checkpoint(lambda *tensors: self.forward(*tensors, **kwargs), *args)
+        return self.checkpoint(self.forward, *args)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        module._old_forward = self.forward
+        return module
+
+
+def add_checkpointing(
+    layers: Iterable[nn.Module],
+    policy: CheckpointPolicy = "offload",
+    *,
+    max_pinned_gb: float | None = None,
+    staging_buffers: int = 2,
+) -> Plan:
+    """
+    Checkpoint layers of any model, for instance of a bare accelerate loop.
+
+    Args:
+        layers (`Iterable[nn.Module]`): The layers, in the order of the forward. Each takes its input as a positional
+            tensor. A hook that accelerate has put there stays, around this one.
+        policy (`str`, *optional*, defaults to `"offload"`): `"keep"`, `"recompute"` or `"offload"`; `"auto"` is
+            `"recompute"` here, since nobody says where a step ends.
+        max_pinned_gb (`float`, *optional*), staging_buffers (`int`): See `PatchConfig`.
+
+    Returns:
+        `Plan`: Its `notch` says what happens to the layers.
+
+    Raises:
+        ValueError: If there is no layer, or accelerate takes a layer's weights away after its forward.
+    """
+    layers = list(layers)
+    if not layers:
+        raise ValueError("layers is empty: pass the modules to checkpoint, such as model.layers")
+    for layer in layers:
+        hook = getattr(layer, "_hf_hook", None)
+        if isinstance(hook, AlignDevicesHook) and hook.offload:
+            raise ValueError(
+                f"accelerate offloads the weights of {type(layer).__name__}, which are gone when the backward "
+                "recomputes it; load the model without cpu_offload or a device_map with 'cpu' or 'disk'"
+            )
+    devices = {p.device for layer in layers for p in layer.parameters()}
+    plan = Plan(
+        policy,
+        len(layers),
+        max_pinned_gb=max_pinned_gb,
+        staging_buffers=staging_buffers,
+        num_devices=max(1, len(devices)),
+    )
+    for index, layer in enumerate(layers):
+        add_hook_to_module(layer, CheckpointHook(LayerCheckpoint(plan, index)), append=True)
+    return plan
+
+
+def remove_checkpointing(layers: Iterable[nn.Module]) -> None:
+    """Take the hooks off again, and leave accelerate's own."""
+    for layer in layers:
+        hook = getattr(layer, "_hf_hook", None)
+        others = [h for h in getattr(hook, "hooks", [hook]) if h is not None and not isinstance(h, CheckpointHook)]
+        remove_hook_from_module(layer)
+        for other in others:
+            add_hook_to_module(layer, other, append=True)
