@@ -167,6 +167,11 @@ class Plan:
 
     def _start(self) -> None:
         self.offloader = Offloader(self.max_pinned_gb, self.staging_buffers, self.num_devices)
+        self.changes: list[str] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """A training run begins, perhaps with smaller batches than the one before: nothing is known of it."""
         keep = self.num_layers if self.policy == "keep" else 0
         self.notch = Notch(keep, self.policy == "offload", self.staging_buffers)
         self.planned_tokens = 0  # of the longest micro-batch so far
@@ -176,7 +181,6 @@ class Plan:
         self._last_index = self.num_layers  # so that any layer is the first of a forward
         self._refused = False
         self._watch: _Watch | None = None
-        self.changes: list[str] = []
 
     # a copy of the model, or a pickled one, has the policy and starts anew
     def __getstate__(self) -> dict[str, Any]:
@@ -288,19 +292,18 @@ class Plan:
             lower = replace(notch, offload=True)
         elif notch.tile and not notch.projections:
             lower = replace(notch, projections=True)
-        elif not notch.tile or notch.tile > SMALLEST_TILE:
-            longest = max(self.planned_tokens, SMALLEST_TILE)
-            tile = notch.tile // 2 if notch.tile else min(TILE, longest // 2)
-            lower = replace(notch, tile=max(SMALLEST_TILE, tile))
+        elif SMALLEST_TILE <= (tile := self._smaller_tile()) < self.planned_tokens:
+            lower = replace(notch, tile=tile)
         elif notch.offload and notch.staging > 1:
             lower = replace(notch, staging=1)
         else:
             return False
-        if lower == notch:
-            return False
         self.pinned = True
         self._set(lower, "out of memory", logger.warning)
         return True
+
+    def _smaller_tile(self) -> int:
+        return self.notch.tile // 2 if self.notch.tile else min(TILE, self.planned_tokens // 2)
 
     def tile_for(self, tokens: int, place: Place) -> int:
         """

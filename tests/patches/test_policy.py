@@ -179,17 +179,27 @@ def test_the_last_inputs_stay_on_the_device():
 
 def test_the_way_down():
     plan = Plan("keep", 16)
+    plan.planned_tokens = 2**16
     seen = []
     while plan.step_down():
         seen.append(plan.notch)
         assert len(seen) < 30
     assert [n.keep for n in seen[:8]] == [14, 12, 10, 8, 6, 4, 2, 0]
     assert seen[8] == Notch(offload=True)
-    assert seen[9].tile and not seen[9].projections
-    assert seen[10].projections
-    assert seen[-2].tile == policy.SMALLEST_TILE or seen[-1].tile == policy.SMALLEST_TILE
-    assert seen[-1].staging == 1
+    assert seen[9] == Notch(offload=True, tile=policy.TILE)
+    assert seen[10] == Notch(offload=True, tile=policy.TILE, projections=True)
+    assert [n.tile for n in seen[11:14]] == [policy.TILE // 2, policy.TILE // 4, policy.SMALLEST_TILE]
+    assert seen[14:] == [Notch(offload=True, tile=policy.SMALLEST_TILE, projections=True, staging=1)]
     assert all("out of memory" in line for line in plan.changes)
+    plan.restart()
+    assert plan.notch == Notch(keep=16)
+
+
+def test_short_rows_are_not_tiled_on_the_way_down():
+    plan = Plan("offload", 16)
+    plan.planned_tokens = 1500
+    assert plan.step_down() and plan.notch == Notch(offload=True, staging=1)
+    assert not plan.step_down()
 
 
 def test_auto_stays_where_an_error_has_put_it():

@@ -42,6 +42,20 @@ GRPO_CASES = {
     "grpo-straddling": {"model_type": "llama", "per_device_train_batch_size": 6, "loss_type": "grpo"},
     "grpo-experts": {"model_type": "qwen3_moe", "num_iterations": 2},
 }
+# ours alone: the same bits whatever becomes of the layers' activations, with tied weights and experts too
+CHECKPOINTED = {
+    "lora": {"model_type": "llama", **EPOCH, **ADAPTER, "lora_kwargs": {"lora_dropout": 0.2}},
+    "tied": {"model_type": "gemma3_text", **EPOCH},
+    "experts": {"model_type": "qwen3_moe", **EPOCH},
+    "grpo": {"model_type": "llama", "lora": True, "task": "grpo", "gradient_accumulation_steps": 2},
+}
+POLICIES = {
+    "plain": {"gradient_checkpointing": False},
+    **{
+        policy: {"gradient_checkpointing": True, "checkpoint_policy": policy, "ddp_find_unused_parameters": False}
+        for policy in ("recompute", "offload")
+    },
+}
 for case in GRPO_CASES.values():
     case.update({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "task": "grpo"} | case)
 
@@ -60,6 +74,10 @@ def ranks(tmp_path_factory):
         f"{library}-{name}": {"library": library, **case}
         for name, case in (CASES | GRPO_CASES).items()
         for library in ("trl", "unsloth_trl")
+    } | {
+        f"{policy}-{name}": {"library": "unsloth_trl", **case, **fields}
+        for name, case in CHECKPOINTED.items()
+        for policy, fields in POLICIES.items()
     }
     torch.save(cases, folder / "cases.pt")
     command = [
@@ -138,3 +156,15 @@ def test_grpo_equals_trl(ranks, case):
     assert ("aux_loss" in logs[0]) == (case == "grpo-experts")
     assert_logs_close(logs, expected_logs, 1e-4)
     assert_updates_close(updates, expected_updates, 1e-4)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("case", CHECKPOINTED)
+def test_b51_checkpointing_under_ddp(ranks, case, policy):
+    """Non-reentrant: each gradient is ready once, also that of a tied weight."""
+    for rank in range(2):
+        logs, updates = ranks[rank][f"{policy}-{case}"]
+        expected_logs, expected = ranks[rank][f"plain-{case}"]
+        assert logs == expected_logs and len(logs) > 1
+        assert updates.keys() == expected.keys() and any(update.any() for update in expected.values())
+        assert all(torch.equal(updates[name], expected[name]) for name in expected)

@@ -73,6 +73,7 @@ class _Signals(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.has_gradients = False
+        self.plan.restart()
         warn_of_host_memory(self.plan)
 
     def on_substep_end(self, args, state, control, **kwargs):
@@ -110,14 +111,16 @@ class MicroBatchState:
             self._keep_gradients([p for p in trainer.model.parameters() if p.grad is not None])
 
     def _keep_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        nbytes = sum(p.grad.numel() * p.grad.element_size() for p in parameters)
-        room = float("inf")
-        if self.device.type == "cuda":
-            room = GRADIENT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
-        if nbytes <= room:
+        if self._can_copy(parameters):
             self.gradients = {p: p.grad.detach().clone() for p in parameters}
         else:
             self.versions = {p: p.grad._version for p in parameters}
+
+    def _can_copy(self, parameters: list[torch.nn.Parameter]) -> bool:
+        if self.device.type != "cuda":
+            return True
+        nbytes = sum(p.grad.numel() * p.grad.element_size() for p in parameters)
+        return nbytes <= GRADIENT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
 
     def restore(self, trainer: Any) -> bool:
         """
@@ -170,12 +173,16 @@ class MemoryPlanning:
             self._signals = _Signals(self._plan)
             self.callback_handler.callbacks.insert(0, self._signals)
 
+    @property
+    def _num_processes(self) -> int:
+        return self.accelerator.num_processes
+
     def _inputs_again(self) -> dict[str, Any] | None:
         """The inputs of the micro-batch that is run again, or `None`."""
         return None if self._again is None or not self._stepping else dict(self._again)
 
     def _before_micro_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if self._stepping and self._plan is not None and self.accelerator.num_processes == 1:
+        if self._stepping and self._plan is not None and self._num_processes == 1:
             self._state = MicroBatchState(self, dict(inputs), self._signals.has_gradients)
         return inputs
 
@@ -203,9 +210,9 @@ class MemoryPlanning:
         """
         plan, state = self._plan, self._state
         plan.reset()
-        if self.accelerator.num_processes > 1:
+        if self._num_processes > 1:
             raise kind(
-                f"{message} One of {self.accelerator.num_processes} processes ran out of memory, and the others are "
+                f"{message} One of {self._num_processes} processes ran out of memory, and the others are "
                 f"already ahead; set checkpoint_policy='offload', or {ADVICE}."
             )
         if state is None:

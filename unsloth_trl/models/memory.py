@@ -1,0 +1,425 @@
+"""How much device and host memory a training run will take, before any weight is loaded."""
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..patches.checkpointing.policy import ON_DEVICE, TILE, TILE_FROM, Measured, Notch, choose
+from ..patches.config import CheckpointPolicy
+from .memory_terms import (
+    FLOAT,
+    HALF,
+    ModelShape,
+    Training,
+    adapter_sizes,
+    backward_extra,
+    cache_bytes,
+    head_bytes,
+    layer_input,
+    optimizer_bytes,
+    read_shape,
+    saved_per_token,
+    weight_bytes,
+    working_set,
+)
+from .support import UnsupportedArchitectureWarning, check_sharing
+
+
+Method = Literal["sft", "grpo"]
+Optimizer = Literal["adamw", "adamw_8bit"]
+
+GIB = 2**30
+CONTEXT = GIB // 2  # of the card: the driver's context and the libraries' code
+WORKSPACE = 2**25  # what cuBLAS asks torch for
+BATCH = 64  # bytes per token: ids, labels, positions, and their log-probabilities
+REACHED = 0.5  # of a card's FLOPS
+
+
+@dataclass(frozen=True)
+class Card:
+    """
+    A GPU to plan for.
+
+    Args:
+        name (`str`): For people.
+        usable (`int`): Bytes that tensors can take.
+        flops (`float`): Dense bf16 (or fp16) operations per second, accumulated in fp32.
+        bandwidth (`float`): Bytes per second of a copy to page-locked host memory.
+    """
+
+    name: str
+    usable: int
+    flops: float = 60e12
+    bandwidth: float = 12e9
+
+
+# GiB as torch reports them, TFLOPS, and GB/s of 16 PCIe lanes
+_CARDS = {
+    "T4": (14.6, 65, 12),
+    "V100 16GB": (15.8, 112, 12),
+    "V100 32GB": (31.7, 112, 12),
+    "RTX 3060": (11.8, 25, 25),
+    "RTX 3090": (23.7, 71, 25),
+    "A10G": (22.1, 70, 25),
+    "A6000": (47.5, 155, 25),
+    "A100 40GB": (39.4, 312, 25),
+    "A100 80GB": (79.2, 312, 25),
+    "L4": (22.0, 121, 25),
+    "L40S": (44.4, 362, 25),
+    "RTX 4060 Ti 16GB": (15.6, 44, 12),
+    "RTX 4070": (11.7, 58, 25),
+    "RTX 4080": (15.6, 97, 25),
+    "RTX 4090": (23.6, 165, 25),
+    "RTX 5080": (15.5, 112, 50),
+    "RTX 5090": (31.4, 209, 50),
+    "RTX PRO 6000": (95.0, 500, 50),
+    "H100 80GB": (79.1, 989, 50),
+    "H200": (139.8, 989, 50),
+    "B200": (178.4, 2250, 50),
+}
+
+
+def _words(name: str) -> set[str]:
+    words = name.lower().replace("-", " ").replace("_", " ").split()
+    return {word.removesuffix("gb") for word in words} - {"nvidia", "geforce", "tesla"}
+
+
+def find_card(name: str) -> Card:
+    """
+    A card of the table.
+
+    Args:
+        name (`str`): Its name or what tells it from others: "4090", "A100 80GB".
+
+    Raises:
+        ValueError: If the name is unknown, or that of more than one card.
+    """
+    words = _words(name)
+    found = [card for card in _CARDS if words and words <= _words(card)]
+    exact = [card for card in found if words == _words(card)]
+    if len(found) > 1 and not exact:
+        raise ValueError(f"card={name!r} could be {' or '.join(found)}; name one of them")
+    if not found:
+        raise ValueError(f"card={name!r} is unknown; choose from {', '.join(_CARDS)}, or give its size with card_gb")
+    label = (exact or found)[0]
+    gib, tflops, gigabytes = _CARDS[label]
+    return Card(label, int(gib * GIB) - CONTEXT, tflops * 1e12, gigabytes * 1e9)
+
+
+def card_of_size(gib: float) -> Card:
+    """
+    A card of which only the memory is known; its speed is assumed to be modest.
+
+    Raises:
+        ValueError: If `gib` leaves nothing beside the driver's own memory.
+    """
+    if not gib * GIB > CONTEXT:
+        raise ValueError(
+            f"card_gb={gib:g} is no more than the driver's own {CONTEXT / GIB:g} GiB; give the card's GiB"
+        )
+    return Card(f"a card of {gib:g} GiB", int(gib * GIB) - CONTEXT)
+
+
+def local_card() -> Card | None:
+    """The first GPU of this machine, with what is free on it now, or `None`."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(0)
+    free, _ = torch.cuda.mem_get_info(0)
+    words = _words(name)
+    known = next((find_card(card) for card in _CARDS if _words(card) <= words), Card(name, free))
+    return replace(known, name=name, usable=free)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """
+    What a run takes, in bytes: on the device, and `slab` in host memory.
+
+    Args:
+        weights (`int`): Of the model, frozen or not.
+        adapter (`int`): LoRA matrices.
+        gradients (`int`): Of what is trained.
+        optimizer (`int`): Its states.
+        layer_inputs (`int`): Inputs of checkpointed layers that stay on the device.
+        kept (`int`): Saved activations of the layers that keep theirs.
+        working_set (`int`): One layer recomputed, and its gradients; without recomputation the gradients alone.
+        staging (`int`): Offloaded inputs that the backward has on the device at once.
+        head (`int`): Final norm, head and log-probabilities; not at the same time as `working_set`.
+        workspace (`int`): The batch, and libraries' scratch memory.
+        slab (`int`): Offloaded layer inputs, page-locked in host memory.
+        generation (`int`): Keys and values of the completions while transformers generates them; not in `peak`.
+        tokens (`int`): Of the longest micro-batch.
+        num_layers (`int`): Decoder layers.
+        notch (`Notch`): The setting of the checkpoint plan.
+        title (`str`): Model and run in words.
+        notes (`tuple[str, ...]`): What the numbers do not say.
+        card (`Card`, *optional*): What the plan was made for.
+    """
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    layer_inputs: int
+    kept: int
+    working_set: int
+    staging: int
+    head: int
+    workspace: int
+    slab: int
+    generation: int
+    tokens: int
+    num_layers: int
+    notch: Notch
+    title: str
+    notes: tuple[str, ...] = ()
+    card: Card | None = None
+
+    @property
+    def static(self) -> int:
+        """Bytes between two micro-batches."""
+        return self.weights + self.adapter + self.gradients + self.optimizer + self.workspace
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of tensors on the device at once, in scoring and update."""
+        activations = self.layer_inputs + self.kept + self.staging + max(self.working_set, self.head)
+        return self.static + activations
+
+    @property
+    def generation_peak(self) -> int:
+        """Bytes on the device while transformers generates; 0 where nothing is generated."""
+        return self.static - self.gradients + self.generation if self.generation else 0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits on the card; `None` without one."""
+        return None if self.card is None else max(self.peak, self.generation_peak) <= self.card.usable
+
+    def text(self) -> str:
+        """A table of the terms in GiB, the plan, and what to change if it does not fit."""
+        on_device = {
+            "weights": self.weights,
+            "adapter": self.adapter,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "layer inputs": self.layer_inputs,
+            "kept layers": self.kept,
+            "one layer's working set": self.working_set,
+            "staging buffers": self.staging,
+            "head and log-probs (at another time)": self.head,
+            "batch and workspace": self.workspace,
+        }
+        lines = [self.title, "", f"{'VRAM':<40}{'GiB':>8}"]
+        lines += [f"  {name:<38}{nbytes / GIB:>8.2f}" for name, nbytes in on_device.items()]
+        lines += [f"  {'peak':<38}{self.peak / GIB:>8.2f}", "RAM"]
+        lines += [f"  {'offload slab (page-locked)':<38}{self.slab / GIB:>8.2f}", ""]
+        lines.append(f"plan: {self.notch.describe(self.num_layers)}")
+        if self.generation:
+            lines.append(
+                f"generation with transformers: {self.generation_peak / GIB:.2f} GiB, of which keys and values "
+                f"{self.generation / GIB:.2f}; none of it with vLLM on another device"
+            )
+        if self.card is not None:
+            lines.append(self._verdict(self.card))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _verdict(self, card: Card) -> str:
+        usable = f"{card.usable / GIB:.1f} GiB usable on {card.name}"
+        if self.fits:
+            return f"fits: {usable}"
+        if self.peak <= card.usable:
+            return f"does not fit while generating: {usable}; use fewer or shorter completions at once, or vLLM"
+        what = "per_device_train_batch_size (with as much more gradient_accumulation_steps) or the lengths"
+        return f"does not fit: {usable}; lower {what}, or load the model in 4 bits (qlora)"
+
+
+def estimate_memory(
+    config: PreTrainedConfig | ModelShape,
+    *,
+    method: Method = "sft",
+    batch: int = 8,
+    max_length: int = 1024,
+    max_prompt_length: int = 512,
+    max_completion_length: int = 512,
+    num_generations: int = 8,
+    qlora: bool = False,
+    lora_r: int = 16,
+    full: bool = False,
+    optim: Optimizer = "adamw",
+    policy: CheckpointPolicy | Notch = "recompute",
+    staging_buffers: int = 2,
+    card: Card | None = None,
+) -> MemoryEstimate:
+    """
+    The memory of a run of this package's trainers, from the model's config alone.
+
+    Weights are counted in bf16, compute is bf16 under autocast with FlashAttention, and every row has its full length.
+
+    Args:
+        config (`PreTrainedConfig` or `ModelShape`): The model; a shape that was read before saves a second.
+        method (`str`): `"sft"` on packed rows, or `"grpo"` with shared prompts.
+        batch (`int`): `per_device_train_batch_size`: rows, or completions of GRPO.
+        max_length (`int`): Tokens of a row, for SFT.
+        max_prompt_length, max_completion_length, num_generations (`int`): For GRPO.
+        qlora (`bool`): Linear layers in NF4, adapters in bf16, as TRL makes them; without it adapters are in fp32.
+        lora_r (`int`): Rank of the adapters on all linear layers but the head.
+        full (`bool`): Train all weights instead.
+        optim (`str`): `"adamw"` or `"adamw_8bit"`.
+        policy (`str` or `Notch`): What becomes of the layers' activations; `"auto"` is what the planner chooses on
+            `card` once it has measured a step.
+        staging_buffers (`int`): Offloaded inputs on the device at once.
+        card (`Card`, *optional*): What to plan for.
+
+    Raises:
+        ValueError: If a value is impossible, naming it.
+    """
+    lengths = {"max_length": max_length}
+    if method == "grpo":
+        lengths = {"max_prompt_length": max_prompt_length, "max_completion_length": max_completion_length}
+    _check_choices(method, optim, policy, staging_buffers, card)
+    _check_numbers(batch=batch, lora_r=lora_r, **lengths)
+    if full and qlora:
+        raise ValueError("full=True with qlora=True: weights in 4 bits cannot be trained; set one of them")
+    if method == "grpo" and num_generations < 2:
+        raise ValueError(f"num_generations={num_generations} makes no group; set 2 or more")
+
+    shape = config if isinstance(config, ModelShape) else read_shape(config)
+    notes = _notes(shape, sum(lengths.values()), full)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnsupportedArchitectureWarning)
+        refusal = check_sharing(shape.config, strict=False, allow_unverified=False)
+    if refusal is not None:
+        notes.append(f"{refusal}; all rows are counted at full length, without shared prompts")
+    shared = method == "grpo" and refusal is None
+    if method == "sft":
+        tokens = labels = batch * max_length
+        rows = f"{batch} rows of {max_length}"
+    else:
+        prompts = -(-batch // num_generations) if shared else batch
+        labels = batch * max_completion_length
+        tokens = prompts * (max_prompt_length - 1) + labels
+        rows = f"{batch} completions of {max_completion_length} to {prompts} prompts of {max_prompt_length}"
+    training = Training(tokens, labels, 0 if full else lora_r, qlora, shared)
+
+    sizes = list(shape.sizes) if full else adapter_sizes(shape, lora_r)
+    element = HALF if full or qlora else FLOAT
+    trained = element * sum(sizes)
+    name = f"{shape.config.model_type}, {len(shape.layers)} layers, {shape.num_parameters / 1e9:.2f} B parameters"
+    kind = "NF4 and bf16" if qlora else "bf16"
+    what = "all weights" if full else f"LoRA r={lora_r} on {len(shape.linears)} linear layers"
+    millions = sum(sizes) / 1e6
+    static = {
+        "weights": weight_bytes(shape, qlora),
+        "adapter": 0 if full else trained,
+        "gradients": trained,
+        "optimizer": optimizer_bytes(sizes, element, optim),
+        "workspace": WORKSPACE + tokens * (BATCH + 2 * HALF * shape.head_size),
+        "generation": cache_bytes(shape, batch * sum(lengths.values())) if method == "grpo" else 0,
+        "tokens": tokens,
+        "num_layers": len(shape.layers),
+        "title": f"{name} in {kind}; {what} ({millions:.1f} M), {optim}\n"
+        f"{method}: {rows}, {tokens:,} tokens in a micro-batch",
+        "notes": tuple(notes),
+        "card": card,
+    }
+
+    def with_plan(notch: Notch) -> MemoryEstimate:
+        return MemoryEstimate(**static, **_activations(shape, training, notch, trained), notch=notch)
+
+    if isinstance(policy, Notch):
+        return with_plan(policy)
+    tile = TILE if tokens >= TILE_FROM else 0
+    if policy != "auto":
+        keep = len(shape.layers) if policy == "keep" else 0
+        return with_plan(Notch(keep, policy == "offload", staging_buffers, tile))
+    recomputed = with_plan(Notch(tile=tile))
+    notch = choose(_measured(recomputed, shape, training, card), len(shape.layers), card.usable, card.bandwidth, tile)
+    return with_plan(replace(notch, staging=staging_buffers))
+
+
+def _check_choices(method: str, optim: str, policy: str | Notch, staging_buffers: int, card: Card | None) -> None:
+    choices = {"method": (method, Method), "optim": (optim, Optimizer)}
+    if not isinstance(policy, Notch):
+        choices["policy"] = (policy, CheckpointPolicy)
+    for name, (value, allowed) in choices.items():
+        if value not in get_args(allowed):
+            raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(map(repr, get_args(allowed)))}")
+    if policy == "auto" and card is None:
+        raise ValueError("policy='auto' depends on the card: pass one, or policy 'keep', 'recompute' or 'offload'")
+    if staging_buffers not in (1, 2, 3):
+        raise ValueError(f"staging_buffers={staging_buffers!r} is not 1, 2 or 3")
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not above 0; set 1 or more")
+
+
+def _activations(shape: ModelShape, training: Training, notch: Notch, trained: int) -> dict[str, int]:
+    """The terms that depend on the plan, in bytes; `trained` bytes of adapters are cast to bf16 for each forward."""
+    tokens, first_kept = training.tokens, len(shape.layers) - notch.keep
+    checkpointed, keeping = shape.layers[:first_kept], shape.layers[first_kept:]
+    # as in `Plan`: the last inputs stay where the head is too short to hide their copies
+    stay = 0 if notch.keep or notch.tile or not notch.offload else ON_DEVICE
+    num_offloaded = max(0, first_kept - stay) if notch.offload else 0
+    inputs = [layer_input(layer, tokens) for layer in checkpointed]
+    kept = sum(saved_per_token(layer, training) for layer in keeping) * tokens
+    if keeping and training.rank and not training.qlora:
+        kept += trained // FLOAT * HALF * len(keeping) // len(shape.layers)
+    working = max((working_set(layer, training, notch.tile) for layer in checkpointed), default=0)
+    if keeping:
+        # kept layers run backward first; what they saved has gone when the first of the others is recomputed
+        working = max(max(backward_extra(layer, training) for layer in keeping), working - kept)
+    return {
+        # those that stay are used up before the staging buffers are all in use
+        "layer_inputs": max(inputs, default=0) * max(0, stay - notch.staging) if notch.offload else sum(inputs),
+        "kept": kept,
+        "working_set": working,
+        "staging": notch.staging * max(inputs, default=0) if num_offloaded else 0,
+        "head": head_bytes(shape, training, notch.tile),
+        "slab": sum(inputs[:num_offloaded]),
+    }
+
+
+def _measured(estimate: MemoryEstimate, shape: ModelShape, training: Training, card: Card) -> Measured:
+    """What the planner would measure in a fully checkpointed step."""
+    layer = max(shape.layers, key=lambda layer: saved_per_token(layer, training))
+    return Measured(
+        tokens=training.tokens,
+        base=estimate.static,
+        peak=estimate.peak,
+        kept=saved_per_token(layer, training) * training.tokens,
+        layer_input=layer_input(layer, training.tokens),
+        inputs_on_device=True,
+        layer_seconds=layer.flops * training.tokens / (card.flops * REACHED),
+    )
+
+
+def _notes(shape: ModelShape, longest: int, full: bool) -> list[str]:
+    """What the numbers do not say."""
+    config, text = shape.config, shape.config.get_text_config()
+    notes = [
+        "weights are counted in bf16; TRL loads a model given by name in fp32 unless model_init_kwargs has a dtype"
+    ]
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        notes.append(f"rows of {longest} tokens are longer than the model's max_position_embeddings={limit}")
+    if getattr(config, "quantization_config", None) is not None:
+        notes.append("the checkpoint is quantised; it is counted as if its weights were bf16, or NF4 with qlora")
+    if getattr(text, "attn_logit_softcapping", None) or config.model_type == "gpt_oss":
+        notes.append("attention with soft-capping or sinks runs eagerly here: its scores are not counted")
+    if any(layer.attention is None for layer in shape.layers):
+        notes.append("layers without attention are counted by their linear layers only")
+    experts = max(layer.experts.weights if layer.experts else 0 for layer in shape.layers)
+    if experts and not full:
+        notes.append(
+            "experts are counted as frozen; with LoRA on them PEFT has more adapters, and also the merged weights of "
+            f"one layer, {HALF * experts / GIB:.2f} GiB, and of every layer that keeps its activations"
+        )
+    return notes
