@@ -1,4 +1,4 @@
-"""The command line: `unsloth-trl demo`. Nothing heavy is imported before a subcommand runs."""
+"""The command line: `unsloth-trl demo | estimate | doctor`. Nothing heavy is imported before a subcommand runs."""
 
 import argparse
 import sys
@@ -42,7 +42,49 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the data and the run (default: 0)")
     demo.set_defaults(run=_demo)
+    _add_estimate(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine: versions, GPU, driver, memory",
+        description="Check versions, driver, GPU, free VRAM and RAM (container limits included), swap and pinned "
+        "memory, one line each with what to change. The exit status is 1 if something makes training impossible.",
+    )
+    doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_estimate(commands: argparse._SubParsersAction) -> None:
+    estimate = commands.add_parser(
+        "estimate",
+        help="say how much VRAM and RAM a run needs, before any weight is loaded",
+        description="Say how much VRAM and RAM a run of this package's trainers needs, term by term, and what becomes "
+        "of each layer's activations on a card. Only the model's config is read.",
+    )
+    add = estimate.add_argument
+    add("model", metavar="MODEL_OR_CONFIG", help="a model folder, a config.json, or a name on the Hub")
+    add("--method", choices=["sft", "grpo"], default="sft", help="trainer (default: sft)")
+    add("--batch", type=_positive, default=8, metavar="N", help="per_device_train_batch_size (default: 8)")
+    add("--max_length", type=_positive, metavar="N", help="sft: tokens of a row (default: 1024)")
+    add("--max_prompt_length", type=_positive, metavar="N", help="grpo: tokens of a prompt (default: 512)")
+    add("--max_completion_length", type=_positive, metavar="N", help="grpo: tokens of a completion (default: 512)")
+    add("--num_generations", type=_positive, metavar="N", help="grpo: completions per prompt (default: 8)")
+    add("--qlora", action="store_true", help="linear layers in 4 bits (NF4)")
+    trained = estimate.add_mutually_exclusive_group()
+    trained.add_argument(
+        "--lora_r", type=_positive, default=16, metavar="N", help="rank of the adapters (default: 16)"
+    )
+    trained.add_argument("--full", action="store_true", help="train all weights, without adapters")
+    card = estimate.add_mutually_exclusive_group()
+    card.add_argument(
+        "--card", metavar="NAME", help="GPU to plan for, such as 4090 (default: the one in this machine)"
+    )
+    card.add_argument("--card_gb", type=float, metavar="GIB", help="GPU to plan for by its memory")
+    policies = ["auto", "keep", "recompute", "offload"]
+    add("--policy", choices=policies, default="auto", help="checkpoint_policy (default: auto)")
+    add("--optim", choices=["adamw", "adamw_8bit"], default="adamw", help="optimizer (default: adamw)")
+    add("--staging_buffers", type=int, choices=[1, 2, 3], default=2, help="offloaded inputs on the device at once")
+    add("--max_pinned_gb", type=float, metavar="GIB", help="host memory that may be page-locked (default: half)")
+    estimate.set_defaults(run=_estimate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +117,72 @@ def _demo(options: argparse.Namespace) -> int:
         print("unsloth-trl demo: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from unsloth_trl.models.memory import card_of_size, estimate_memory, find_card, local_card, read_config
+    from unsloth_trl.models.memory_terms import read_shape
+
+    try:
+        lengths = _lengths(options)
+        if options.card is not None:
+            card = find_card(options.card)
+        else:
+            card = local_card() if options.card_gb is None else card_of_size(options.card_gb)
+        names = ("method", "batch", "qlora", "lora_r", "full", "optim", "staging_buffers")
+        settings = {name: getattr(options, name) for name in names} | lengths
+        shape = read_shape(read_config(options.model))
+        if options.policy != "auto" or card is not None:
+            made = [estimate_memory(shape, policy=options.policy, card=card, **settings)]
+            print(made[0].text())
+        else:
+            policies = ("recompute", "keep", "offload")
+            made = [estimate_memory(shape, policy=policy, **settings) for policy in policies]
+            print(made[0].text())
+            print("there is no GPU here to plan for: pass --card or --card_gb; until then, the peak of each policy:")
+            for policy, estimate in zip(policies, made, strict=True):
+                print(f"  {policy:<10}{estimate.peak / 2**30:>8.2f} GiB VRAM{estimate.slab / 2**30:>8.2f} GiB RAM")
+        print(*_about_ram(max(estimate.slab for estimate in made), options.max_pinned_gb), sep="\n")
+    except (ValueError, OSError) as error:
+        print(f"unsloth-trl estimate: error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _lengths(options: argparse.Namespace) -> dict[str, int]:
+    """The lengths that were given, all of which the method must have."""
+    of_method = {
+        "sft": ("max_length",),
+        "grpo": ("max_prompt_length", "max_completion_length", "num_generations"),
+    }
+    given = {name: getattr(options, name) for names in of_method.values() for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in of_method[options.method]:
+            wanted = " and ".join(f"--{other}" for other in of_method[options.method][:2])
+            raise ValueError(f"--{name} {value} is not for --method {options.method}, which takes {wanted}")
+    return given
+
+
+def _about_ram(slab: int, max_pinned_gb: float | None) -> list[str]:
+    """This machine's host memory beside what a plan would page-lock."""
+    from unsloth_trl.patches.checkpointing.ram import host_memory, pinned_limit
+    from unsloth_trl.trainers.ram import host_memory_findings
+
+    memory, limit = host_memory(), pinned_limit(max_pinned_gb)
+    where = "this container" if memory.container else "this machine"
+    line = (
+        f"RAM of {where}: {memory.available / 2**30:.1f} GiB available, {limit / 2**30:.1f} of it may be page-locked"
+    )
+    if slab > limit:
+        line += f"; {(slab - limit) / 2**30:.1f} GiB of layer inputs would stay on the device instead"
+    return [line, *(f"note: {finding}" for finding in host_memory_findings(memory, max_pinned_gb))]
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from unsloth_trl.doctor import run_doctor
+
+    return run_doctor()
 
 
 def _whole_number(text: str) -> int:

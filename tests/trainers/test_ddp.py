@@ -1,19 +1,11 @@
 """Two gloo processes on the CPU train as one process on the data of both."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import unsloth_trl
 from tests.numerics import assert_logs_close, assert_updates_close, masked_rows, run_sft
-
-
-ROOT = Path(__file__).parents[2]
+from tests.trainers.ranks import run_on_two_ranks
 
 
 def row(length, num_labels, first):
@@ -60,12 +52,6 @@ for case in GRPO_CASES.values():
     case.update({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "task": "grpo"} | case)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Logs and updates of every case under both libraries, by rank: `ranks[rank][library-case]`."""
@@ -80,34 +66,7 @@ def ranks(tmp_path_factory):
         for policy, fields in POLICIES.items()
     }
     torch.save(cases, folder / "cases.pt")
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "trainers" / "ddp_worker.py"),
-        str(folder / "cases.pt"),
-        str(folder),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    processes = []
-    for rank in range(2):
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with open(folder / f"log{rank}", "w") as log:
-            processes.append(subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(2))
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_on_two_ranks("ddp_worker.py", folder, str(folder / "cases.pt"), str(folder))
 
 
 @pytest.mark.parametrize("case", CASES | GRPO_CASES)

@@ -1,11 +1,12 @@
 """How much device and host memory a training run will take, before any weight is loaded."""
 
+import os
 import warnings
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ..patches.checkpointing.policy import ON_DEVICE, TILE, TILE_FROM, Measured, Notch, choose
 from ..patches.config import CheckpointPolicy
@@ -132,6 +133,27 @@ def local_card() -> Card | None:
     words = _words(name)
     known = next((find_card(card) for card in _CARDS if _words(card) <= words), Card(name, free))
     return replace(known, name=name, usable=free)
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """
+    A model's config.
+
+    Args:
+        name (`str`): A model folder, a `config.json`, or a name on the Hub.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ValueError(f"{name} has no config.json; pass the folder of a model, not that of an adapter")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"the config of {name!r} cannot be read ({reason}); pass a folder with a config.json"
+        ) from error
 
 
 @dataclass(frozen=True)
