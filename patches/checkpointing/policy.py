@@ -29,6 +29,7 @@ TILE_FROM = 4 * TILE  # tokens of a row from which on it is cut into tiles
 SMALLEST_TILE = 1024
 LARGE = 0.3  # of the free memory: more than this for all layer inputs, and the first step offloads them
 RESERVE = 0.05  # of the usable memory is never planned with
+RESERVE_OF_RANKS = 0.15  # where an out-of-memory error on one rank ends the run of all
 LEAST_RESERVE = 512 * 2**20  # bytes
 
 
@@ -102,7 +103,9 @@ class Measured:
         )
 
 
-def choose(measured: Measured, num_layers: int, usable: int, bandwidth: float, tile: int) -> Notch:
+def choose(
+    measured: Measured, num_layers: int, usable: int, bandwidth: float, tile: int, reserve: float = RESERVE
+) -> Notch:
     """
     The setting of `"auto"`.
 
@@ -112,8 +115,9 @@ def choose(measured: Measured, num_layers: int, usable: int, bandwidth: float, t
         usable (`int`): Bytes of device memory that may be used, of which a reserve is left alone.
         bandwidth (`float`): Bytes per second of a copy to the host.
         tile (`int`): Tokens per tile of the layers that are checkpointed.
+        reserve (`float`): Share of `usable` that is left alone.
     """
-    usable -= max(LEAST_RESERVE, round(usable * RESERVE))
+    usable -= max(LEAST_RESERVE, round(usable * reserve))
     held = measured.layer_input * num_layers if measured.inputs_on_device else 0
     peak = measured.peak - held  # with no layer's input on the device
     kept = max(1, measured.kept)
@@ -162,6 +166,7 @@ class Plan:
         self.staging_buffers = staging_buffers
         self.num_devices = num_devices
         self.max_pinned_gb = max_pinned_gb
+        self.reserve = RESERVE
         self._probe = probe
         self._start()
 
@@ -189,7 +194,7 @@ class Plan:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._probe = None
+        self.reserve, self._probe = RESERVE, None
         self._start()
 
     def __str__(self) -> str:
@@ -265,7 +270,7 @@ class Plan:
             self.offloader.reserve(hidden.device, hidden.numel() * hidden.element_size(), count)
 
     def _choose(self, measured: Measured, tile: int) -> Notch:
-        notch = choose(measured, self.num_layers, self._probe.usable(), self._probe.bandwidth(), tile)
+        notch = choose(measured, self.num_layers, self._probe.usable(), self._probe.bandwidth(), tile, self.reserve)
         return replace(notch, staging=self.staging_buffers)
 
     def after_optimizer_step(self) -> None:

@@ -1,5 +1,6 @@
 """Through both trainers: the policy changes no bit of a log or an update, whatever happens between micro-batches."""
 
+import copy
 import functools
 import gc
 from types import SimpleNamespace
@@ -94,6 +95,41 @@ def test_grpo_has_the_same_bits(name):
         run = run_ours(model_type, gradient_checkpointing=True, checkpoint_policy=policy_name, **kwargs)
         assert_same_bits(run, expected)
         assert (run.trainer._plan.offloader.nbytes > 0) == (policy_name == "offload")
+
+
+@pytest.mark.parametrize("failing", [1, 5])
+def test_b47_page_locking_that_fails(failing, monkeypatch, caplog):
+    """As under WSL, where most of the memory cannot be page-locked: training goes on, and says so once."""
+    requests = []
+
+    def lock(buffer):
+        requests.append(buffer.numel())
+        if len(requests) == failing:
+            raise RuntimeError("CUDA error: out of memory")
+
+    original = slab.HostSlab
+    monkeypatch.setattr(offload, "HostSlab", lambda limit, _: original(limit, lock))
+    monkeypatch.setattr(slab, "PIECE", 1)  # a request for each layer's input
+    monkeypatch.setattr(policy, "TILE_FROM", 10**9)
+    model = tiny_model("llama", num_hidden_layers=6)
+    expected = run_sft(unsloth_trl, "llama", model=copy.deepcopy(model), packing=True, gradient_checkpointing=False)
+    run = run_sft(
+        unsloth_trl, "llama", model=model, packing=True, gradient_checkpointing=True, checkpoint_policy="offload"
+    )
+    assert_same_bits(run, expected)
+    assert len(requests) == failing
+    assert len([r for r in caplog.records if "pageable memory" in r.getMessage()]) == 1
+    assert run.trainer._plan.offloader.mover(torch.device("cpu")).slab.is_pageable
+
+
+def test_b47_less_host_memory_than_needed(monkeypatch, caplog):
+    """Two of three inputs find room: the third stays on the device."""
+    expected = _plain("llama-packed-lora")
+    run = sft("llama-packed-lora", "offload", max_pinned_gb=8192 / 2**30)
+    assert_same_bits(run, expected)
+    slab_of = run.trainer._plan.offloader.mover(torch.device("cpu")).slab
+    assert 0 < slab_of.nbytes <= 8192
+    assert len([r for r in caplog.records if "stay on the device" in r.getMessage()]) == 1
 
 
 class LayerForwards:

@@ -12,7 +12,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from transformers import TrainerCallback
 
 from ..patches.checkpointing.patch import current_plan, foreign_options
-from ..patches.checkpointing.policy import Plan
+from ..patches.checkpointing.policy import RESERVE_OF_RANKS, Plan
 from ..patches.config import PatchConfig
 from ..patches.registry import base_model
 from .ram import warn_of_host_memory
@@ -170,6 +170,8 @@ class MemoryPlanning:
     def _start_planning(self) -> None:
         self._plan = current_plan(base_model(self.model)) if self.args.gradient_checkpointing else None
         if self._plan is not None:
+            if self._num_processes > 1:
+                self._plan.reserve = RESERVE_OF_RANKS
             self._signals = _Signals(self._plan)
             self.callback_handler.callbacks.insert(0, self._signals)
 
