@@ -27,7 +27,8 @@ class PatchConfig:
             What becomes of a decoder layer's activations where `gradient_checkpointing` is on. `"keep"` keeps them,
             `"recompute"` computes them again from the layer's input, `"offload"` does that from an input that waits in
             host memory. `"auto"` starts with `"recompute"`, measures the first step, and keeps as many layers as the
-            free device memory allows; outside of this package's trainers, and on a CPU, it stays with `"recompute"`.
+            free device memory allows (which resets torch's statistics of peak memory); outside of this package's
+            trainers, and on a CPU, it stays with `"recompute"`.
         max_pinned_gb (`float`, *optional*):
             GiB of host memory that this process may page-lock for offloaded inputs. By default half of what is
             available, shared by the processes of a machine.

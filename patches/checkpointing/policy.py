@@ -290,25 +290,30 @@ class Plan:
             `bool`: Whether there was a lower setting.
         """
         self._watch = None
-        notch = self.notch
-        if notch.keep:
-            lower = replace(notch, keep=max(0, notch.keep - max(1, self.num_layers // 8)))
-        elif not notch.offload and not self._refused:
-            lower = replace(notch, offload=True)
-        elif notch.tile and not notch.projections:
-            lower = replace(notch, projections=True)
-        elif SMALLEST_TILE <= (tile := self._smaller_tile()) < self.planned_tokens:
-            lower = replace(notch, tile=tile)
-        elif notch.offload and notch.staging > 1:
-            lower = replace(notch, staging=1)
-        else:
+        lower = next(self._lower(), None)
+        if lower is None:
             return False
         self.pinned = True
         self._set(lower, "out of memory", logger.warning)
         return True
 
-    def _smaller_tile(self) -> int:
-        return self.notch.tile // 2 if self.notch.tile else min(TILE, self.planned_tokens // 2)
+    def _lower(self) -> Iterator[Notch]:
+        """Settings that need less memory, the one that costs the least time first."""
+        notch = self.notch
+        if notch.keep:
+            yield replace(notch, keep=max(0, notch.keep - max(1, self.num_layers // 8)))
+        if not notch.offload and not self._refused:
+            yield replace(notch, offload=True)
+        tile = notch.tile // 2 if notch.tile else min(TILE, self.planned_tokens // 2)
+        can_tile = SMALLEST_TILE <= tile < self.planned_tokens
+        if can_tile and (not notch.tile or notch.tile >= TILE):
+            yield replace(notch, tile=tile)
+        if notch.offload and notch.staging > 1:
+            yield replace(notch, staging=1)
+        if notch.tile and not notch.projections:
+            yield replace(notch, projections=True)
+        if can_tile:
+            yield replace(notch, tile=tile)
 
     def tile_for(self, tokens: int, place: Place) -> int:
         """

@@ -6,6 +6,7 @@ Here a few large pieces are locked, each of exactly the size asked for, and hand
 
 import bisect
 import logging
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ def page_lock(buffer: torch.Tensor) -> None:
 
 
 def page_unlock(buffer: torch.Tensor) -> None:
+    """Undo `page_lock`, once no copy is under way."""
+    torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
@@ -87,7 +90,7 @@ class _Piece:
         return self.free == [(0, self.buffer.numel())]
 
     def __del__(self):
-        if getattr(self, "locked", False):
+        if getattr(self, "locked", False) and not sys.is_finalizing():
             page_unlock(self.buffer)
 
 

@@ -63,6 +63,17 @@ def _is_plain(layer: nn.Module) -> bool:
     return isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
 
 
+def _adds_its_product(layer: LoraLayer) -> bool:
+    """
+    Whether the forward is base output plus scaled product, as `PlainLoraForward` has it.
+
+    PEFT's layer over NF4 weights copies the base output first, for fear of a view that is changed in place; nothing
+    here is.
+    """
+    kind = type(layer)
+    return kind is Linear or (kind.__module__ == "peft.tuners.lora.bnb" and kind.__name__ == "Linear4bit")
+
+
 def _has_dropout(layer: LoraLayer) -> bool:
     # dropout draws another mask on another dtype
     return not all(_is_identity(dropout) for dropout in layer.lora_dropout.values())
@@ -73,7 +84,7 @@ def _is_identity(dropout: nn.Module) -> bool:
 
 
 def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
-    """Give each plain LoRA layer an instance's own `_cast_input_dtype`, and unquantised ones a `forward`."""
+    """Give each plain LoRA layer an instance's own `_cast_input_dtype`, and those in bf16 or NF4 a `forward`."""
     if not config.lean_lora:
         return PatchEntry("lora", (), "lean_lora=False")
     plain = [module for module in model.modules() if _is_plain(module)]
@@ -84,7 +95,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         return PatchEntry("lora", (), "LoRA dropout draws its mask on the cast input; set lora_dropout=0")
     for layer in layers:
         layer._cast_input_dtype = cast_input
-        if type(layer) is Linear and "forward" not in layer.__dict__:
+        if _adds_its_product(layer) and "forward" not in layer.__dict__:
             layer.forward = PlainLoraForward(layer)
 
     def undo(model: PreTrainedModel) -> None:

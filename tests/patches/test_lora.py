@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.tiny import lora_config, tiny_model
 from unsloth_trl import PatchConfig, apply_patches
+from unsloth_trl.patches.lora.patch import PlainLoraForward
 
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -98,3 +100,27 @@ def test_dropout_and_switch_are_reported():
     model = model_with_lora(LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1))
     assert "lora_dropout=0" in apply_patches(model, PatchConfig(), skip=SKIP)["lora"].detail
     assert apply_patches(model, PatchConfig(lean_lora=False), skip=SKIP)["lora"].detail == "lean_lora=False"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nf4_weights(autocast, tmp_path):
+    """PEFT copies the base output of these layers; without the copy and with one rounding less it is the same."""
+    pytest.importorskip("bitsandbytes", reason="the test extra has it")
+    tiny_model("llama").save_pretrained(tmp_path)
+    dtype = torch.bfloat16 if autocast else torch.float32
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=nf4, device_map={"": "cpu"}, dtype=dtype
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(model, lora_config("llama"))
+    fill(model)
+    stock = run(model, autocast)
+    report = apply_patches(model, PatchConfig(), skip=SKIP)
+    assert report["lora"].applied
+    layer = model.get_base_model().model.layers[0].mlp.up_proj
+    assert type(layer).__name__ == "Linear4bit" and isinstance(layer.forward, PlainLoraForward)
+    for a, e in zip(run(model, autocast), stock, strict=True):
+        assert (a - e).norm() <= (3e-2 if autocast else 1e-5) * e.norm()
+    report.remove()
+    assert equal(run(model, autocast), stock)

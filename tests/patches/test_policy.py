@@ -186,10 +186,15 @@ def test_the_way_down():
         assert len(seen) < 30
     assert [n.keep for n in seen[:8]] == [14, 12, 10, 8, 6, 4, 2, 0]
     assert seen[8] == Notch(offload=True)
-    assert seen[9] == Notch(offload=True, tile=policy.TILE)
-    assert seen[10] == Notch(offload=True, tile=policy.TILE, projections=True)
-    assert [n.tile for n in seen[11:14]] == [policy.TILE // 2, policy.TILE // 4, policy.SMALLEST_TILE]
-    assert seen[14:] == [Notch(offload=True, tile=policy.SMALLEST_TILE, projections=True, staging=1)]
+    tiled = {"offload": True, "staging": 1, "projections": True}
+    assert seen[9:] == [
+        Notch(offload=True, tile=policy.TILE),
+        Notch(offload=True, tile=policy.TILE // 2),
+        Notch(offload=True, tile=policy.TILE // 2, staging=1),
+        Notch(tile=policy.TILE // 2, **tiled),
+        Notch(tile=policy.TILE // 4, **tiled),
+        Notch(tile=policy.SMALLEST_TILE, **tiled),
+    ]
     assert all("out of memory" in line for line in plan.changes)
     plan.restart()
     assert plan.notch == Notch(keep=16)
