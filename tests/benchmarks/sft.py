@@ -27,6 +27,8 @@ ap.add_argument("--skip", type=int, default=5, help="warm-up steps left out of t
 ap.add_argument("--qlora", type=int, default=0)
 ap.add_argument("--attn", default=None)
 ap.add_argument("--packing", type=int, default=1)
+ap.add_argument("--one_sample", type=int, default=0, help="rows are one sample of --len tokens each")
+ap.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
 ap.add_argument("--gc", type=int, default=1)
 ap.add_argument(
     "--window",
@@ -61,7 +63,10 @@ limit_memory(a.vram)
 path = build(a.model, a.tokenizer)
 tok = AutoTokenizer.from_pretrained(path)
 rng = random.Random(0)
-rows = packed_rows(int(a.len * a.bs * (a.steps + 4) * 1.3), a.len, rng)
+if a.one_sample:
+    rows = [[rng.randrange(10, 49000) for _ in range(a.len)] for _ in range(a.bs * (a.steps + 4))]
+else:
+    rows = packed_rows(int(a.len * a.bs * (a.steps + 4) * 1.3), a.len, rng)
 kw = {
     "output_dir": tempfile.mkdtemp(),
     "max_length": a.len,
@@ -73,7 +78,8 @@ kw = {
     "report_to": "none",
     "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
-    "bf16": True,
+    "bf16": a.dtype == "bfloat16",
+    "fp16": a.dtype == "float16",
     "optim": "adamw_torch_fused",
     "disable_tqdm": True,
     "seed": 0,
@@ -135,7 +141,7 @@ else:
         kw["gradient_checkpointing"] = False
     kw.update({k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)})
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(path, **load_options(attn, bool(a.qlora))),
+        model=AutoModelForCausalLM.from_pretrained(path, **load_options(attn, bool(a.qlora), a.dtype)),
         args=SFTConfig(**kw),
         train_dataset=data,
         processing_class=tok,
@@ -158,6 +164,9 @@ result = {
     "gc": a.gc,
     "bs": a.bs,
     "len": a.len,
+    "one_sample": a.one_sample,
+    "dtype": a.dtype,
+    "vram": a.vram,
     "set": a.set,
     "median_s": round(median, 4),
     "min_s": round(s[0], 4),

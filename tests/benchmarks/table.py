@@ -48,12 +48,18 @@ def _is_current(row: dict) -> bool:
     return all(hasattr(config, switch.split("=")[0]) for switch in row["set"])
 
 
+def _sortable(row: dict, key: str) -> tuple[str, float]:
+    """Numbers by size; rows from before a field had its default."""
+    value = row.get(key, "bfloat16" if key == "dtype" else 0)
+    return (value, 0) if isinstance(value, str) else ("", value)
+
+
 def _newest_beside_trl(rows: list[dict], *keys: str) -> list[list[dict]]:
     """For each value of `keys` the rows of the newest call that has TRL's: two calls are two machines."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if _is_current(row):
-            groups.setdefault((*(row.get(key) or 0 for key in keys), row["call"]), []).append(row)
+            groups.setdefault((*(_sortable(row, key) for key in keys), row["call"]), []).append(row)
     found = {key[:-1]: group for key, group in sorted(groups.items()) if any(row["mode"] == "trl" for row in group)}
     return list(found.values())
 
@@ -66,9 +72,13 @@ def _sft(rows: list[dict]) -> str:
     first = rows[0]
     how = "median step (fastest step)" if first["timing"] == "per step" else "all steady steps in one window"
     gc = "gradient checkpointing" if first["gc"] else "activations kept"
+    adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
+    dtype = "fp16" if first.get("dtype") == "float16" else "bf16"
+    kind = "one sample" if first.get("one_sample") else "packed rows"
+    card = f", {first['vram']:g} GiB of the card" if first.get("vram") else ""
     return (
-        f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, LoRA r=16, {gc}, bf16, "
-        f"packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
+        f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, {adapter} r=16, {gc}, "
+        f"{dtype}, {kind} of {first['len']}, {_where(first)}{card}; {how}; call {first['call']}\n\n"
         "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
         + "\n".join(_line(row, rows) for row in rows)
     )
@@ -115,13 +125,14 @@ def render() -> str:
     rows = load()
     sft = [row for row in rows if "task" not in row]
     grpo = [row for row in rows if row.get("task") == "grpo"]
+    sft_keys = ("model", "timing", "len", "bs", "qlora", "one_sample", "dtype", "vram")
     grpo_keys = ("model", "P", "R", "G", "bs", "ga", "beta", "qlora", "vram", "fixed")
     turns: dict[tuple, list[dict]] = {}
     for row in rows:
         if row.get("task") == "checkpointing":
             turns.setdefault((row["model"], row["len"], row["bs"], row["qlora"], row["call"]), []).append(row)
     return "\n\n".join(
-        [_sft(group) for group in _newest_beside_trl(sft, "model", "timing")]
+        [_sft(group) for group in _newest_beside_trl(sft, *sft_keys)]
         + [_policies(group) for _, group in sorted(turns.items())]
         + [_grpo(group) for group in _newest_beside_trl(grpo, *grpo_keys)]
     )

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from ..config import GRPOConfig
-from ..patches.registry import current_report
+from ..patches.registry import base_model, current_report
+from ..patches.report import PatchEntry
 
 
 def default_name(model: str | PreTrainedModel, task: str) -> str:
@@ -37,6 +39,26 @@ def take_off_earlier_patches(model: str | PreTrainedModel) -> None:
     """Remove the patches of an earlier trainer, before TRL wraps this model's forward again."""
     if not isinstance(model, str) and (earlier := current_report(model)) is not None:
         earlier.remove()
+
+
+def widen_adapters(model: torch.nn.Module, args: Any) -> PatchEntry | None:
+    """
+    Give the adapters of a quantised model fp32 weights where fp16 is trained in.
+
+    TRL makes them bf16, whose gradients the loss scaler of fp16 does not take, and cards that need fp16 do not compute
+    with. To be called before the optimizer is made.
+
+    Returns:
+        `PatchEntry`: What was done, or `None` if there was nothing to do.
+    """
+    if not args.fp16 or not getattr(base_model(model), "is_quantized", False):
+        return None
+    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    if not narrow:
+        return None
+    return PatchEntry("adapters", (f"{len(narrow)} weights",), "fp32 for the loss scaler of fp16=True", undo=keep)
 
 
 def keep(model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from ..patches.checkpointing.patch import current_plan, foreign_options
 from ..patches.checkpointing.policy import RESERVE_OF_RANKS, Plan
 from ..patches.config import PatchConfig
 from ..patches.registry import base_model
+from .construction import widen_adapters
 from .ram import warn_of_host_memory
 
 
@@ -168,6 +169,8 @@ class MemoryPlanning:
     _stepping = False
 
     def _start_planning(self) -> None:
+        if (widened := widen_adapters(self.model, self.args)) is not None:
+            self.patch_report.add(widened)
         self._plan = current_plan(base_model(self.model)) if self.args.gradient_checkpointing else None
         if self._plan is not None:
             if self._num_processes > 1:
