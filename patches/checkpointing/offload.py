@@ -8,6 +8,7 @@ to be done, without `record_stream`.
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 
@@ -17,6 +18,21 @@ from .slab import HostMemoryError, HostSlab, Slot, page_lock
 
 MIN_BYTES = 2**16  # a smaller input is not worth two copies
 IN_FLIGHT = 2  # inputs that may wait on the device for their copy to be done
+
+
+class _Layer:
+    """What one layer saved, and the layer before it in the forward, which the backward comes to next."""
+
+    def __init__(self, before: "_Layer | None"):
+        self.before = before
+        self.saved: list[weakref.ref[Saved]] = []
+
+    def waiting(self) -> Iterator["Saved"]:
+        """What has neither been asked for nor is on its way."""
+        for ref in self.saved:
+            saved = ref()
+            if saved is not None and saved.slot is not None and not saved.loaded and saved.staged is None:
+                yield saved
 
 
 class Saved:
@@ -29,17 +45,18 @@ class Saved:
         mover (`DeviceMover`): Of the tensor's device.
         tensor (`torch.Tensor`): What is saved.
         slot (`Slot`, *optional*): Where its bytes go; without one it stays on the device.
-        previous (`Saved`, *optional*): The one saved before it in this forward.
+        layer (`_Layer`): Whose input it is.
     """
 
-    def __init__(self, mover: "DeviceMover", tensor: torch.Tensor, slot: Slot | None, previous: "Saved | None"):
+    def __init__(self, mover: "DeviceMover", tensor: torch.Tensor, slot: Slot | None, layer: _Layer):
         self.mover = mover
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.slot = slot
         self.held = tensor if slot is None else None
-        # the one before it in the forward, which is the next one that the backward asks for
-        self.previous = None if previous is None else weakref.ref(previous)
-        self.staged: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self.layer = layer
+        self.loaded = False
+        self.staged: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        layer.saved.append(weakref.ref(self))
 
     @property
     def host(self) -> torch.Tensor:
@@ -61,8 +78,8 @@ class DeviceMover:
         device (`torch.device`): The device that inputs leave. A CPU is moved within its memory, synchronously: for
             tests of everything but the overlap.
         limit (`int`): Bytes of host memory it may hold.
-        staging_buffers (`int`): Inputs that the backward has on the device at once: 1 copies each when it is asked
-            for, 2 copies the next while one is used.
+        staging_buffers (`int`): Layers whose inputs the backward has on the device at once: 1 copies them when they
+            are asked for, 2 copies the next layer's while one is used.
     """
 
     def __init__(self, device: torch.device, limit: int, staging_buffers: int = 2):
@@ -74,11 +91,11 @@ class DeviceMover:
         self._in = torch.cuda.Stream(device) if self.is_cuda else None
         self._last_in: torch.cuda.Event | None = None
         self._leaving: deque[tuple[torch.Tensor, int, torch.cuda.Event]] = deque()
-        self._newest: weakref.ref[Saved] | None = None
+        self._layer = _Layer(None)
 
-    def begin(self) -> None:
-        """A forward starts: what it saves follows nothing that was saved before."""
-        self._newest = None
+    def next_layer(self, first: bool) -> None:
+        """What is saved from here on is another layer's; the `first` one follows nothing."""
+        self._layer = _Layer(None if first else self._layer)
 
     def save(self, tensor: torch.Tensor) -> Saved:
         """
@@ -88,7 +105,8 @@ class DeviceMover:
             HostMemoryError: If there is no host memory for it; nothing has changed then.
             RuntimeError: If one of the inputs saved before was changed in place while it was being copied.
         """
-        saved = self._follow(tensor, self.slab.take(tensor.numel() * tensor.element_size()))
+        slot = self.slab.take(tensor.numel() * tensor.element_size())
+        saved = Saved(self, tensor, slot, self._layer)
         if not self.is_cuda:
             saved.host.copy_(tensor.detach())
             return saved
@@ -105,35 +123,29 @@ class DeviceMover:
         return saved
 
     def hold(self, tensor: torch.Tensor) -> Saved:
-        """Leave a tensor on the device, in the order of those that leave: loading it fetches the one before it."""
-        return self._follow(tensor, None)
-
-    def _follow(self, tensor: torch.Tensor, slot: Slot | None) -> Saved:
-        saved = Saved(self, tensor, slot, None if self._newest is None else self._newest())
-        self._newest = weakref.ref(saved)
-        return saved
+        """Leave a tensor on the device, in the order of those that leave: loading it fetches the layer before it."""
+        return Saved(self, tensor, None, self._layer)
 
     def load(self, saved: Saved) -> torch.Tensor:
-        """The saved tensor on its device, with the copy of the one that comes next under way."""
+        """The saved tensor on its device, with the copies of those that come next under way."""
         if not self.is_cuda:
             return saved.host.clone() if saved.held is None else saved.held
         with torch.cuda.device(self.device):
             self.let_go(0)
-            if saved.held is not None:
-                tensor = saved.held
-            else:
-                if saved.staged is None:
-                    self._stage(saved)
-                tensor, arrived = saved.staged
-                saved.staged = None
-                torch.cuda.current_stream().wait_event(arrived)
-            following = saved
-            for _ in range(self.staging_buffers - 1):
-                following = None if following.previous is None else following.previous()
-                if following is None:
-                    break
-                if following.staged is None and following.held is None:
+            if saved.staged is None and saved.held is None:
+                self._stage(saved)
+            layer = saved.layer
+            for _ in range(self.staging_buffers):
+                for following in layer.waiting():
                     self._stage(following)
+                if (layer := layer.before) is None:
+                    break
+            saved.loaded = True
+            if saved.held is not None:
+                return saved.held
+            tensor, arrived = saved.staged
+            saved.staged = None
+            torch.cuda.current_stream().wait_event(arrived)
         return tensor
 
     def _stage(self, saved: Saved) -> None:
@@ -167,7 +179,7 @@ class DeviceMover:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
         self._leaving.clear()
-        self._newest = None
+        self._layer = _Layer(None)
 
 
 class Offloader:
@@ -197,9 +209,10 @@ class Offloader:
         """Have host memory for `count` inputs of `nbytes` each, spread over the model's devices."""
         self.mover(device).slab.reserve(nbytes, -(-count // self.num_devices))
 
-    def begin(self) -> None:
+    def next_layer(self, first: bool) -> None:
+        """As `DeviceMover.next_layer`, on all devices."""
         for mover in self._movers.values():
-            mover.begin()
+            mover.next_layer(first)
 
     def save(self, tensor: torch.Tensor) -> Saved:
         """As `DeviceMover.save`, on the tensor's own device."""

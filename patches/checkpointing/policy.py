@@ -219,9 +219,12 @@ class Plan:
     @contextlib.contextmanager
     def layer(self, index: int, args: tuple) -> Iterator[Action]:
         """Around a layer's forward; what to do with it."""
-        if index <= self._last_index:
+        first = index <= self._last_index
+        if first:
             self._begin(args)
         self._last_index = index
+        if self.notch.offload:
+            self.offloader.next_layer(first)
         action = self._action(index)
         self.tiles_now = False
         yield action
@@ -235,7 +238,6 @@ class Plan:
         return _Checkpointed(self, function, tiles, None if watch is None else watch.layer())
 
     def _begin(self, args: tuple) -> None:
-        self.offloader.begin()
         hidden = next((a for a in args if isinstance(a, torch.Tensor) and a.ndim > 1), None)
         if hidden is None:
             return
