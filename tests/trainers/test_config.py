@@ -22,6 +22,9 @@ OURS = {
     "attention_backend": "sdpa",
     "packed_metadata": False,
     "lean_lora": False,
+    "checkpoint_policy": "offload",
+    "max_pinned_gb": 2.5,
+    "staging_buffers": 1,
     "strict": True,
     "allow_unverified": True,
 }
@@ -39,6 +42,9 @@ def test_defaults():
         "attention_backend": "auto",
         "packed_metadata": True,
         "lean_lora": True,
+        "checkpoint_policy": "auto",
+        "max_pinned_gb": None,
+        "staging_buffers": 2,
         "strict": False,
         "allow_unverified": False,
     }

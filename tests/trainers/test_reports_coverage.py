@@ -1,4 +1,4 @@
-"""Which test holds for which public report: B01 to B36, B48, B70, B73 to B77 and B85 to B88."""
+"""Which test holds for which public report: B01 to B36, B47 to B53, B70, B73 to B77 and B84 to B88."""
 
 import ast
 from pathlib import Path
@@ -118,7 +118,23 @@ COVERAGE = {
         "tests/trainers/test_reports_grpo_sharing.py::test_b36_attention_dropout_falls_back",
         "tests/trainers/test_reports_grpo_sharing.py::test_a_prompt_longer_than_a_pass",
     ],
+    "B47": [
+        "tests/trainers/test_checkpoint_policies.py::test_b47_page_locking_that_fails",
+        "tests/trainers/test_checkpoint_policies.py::test_b47_less_host_memory_than_needed",
+        "tests/patches/test_host_slab.py::test_page_locking_that_fails_leaves_pageable_memory_and_one_warning",
+    ],
     "B48": ["tests/trainers/test_reports_grpo_adapters.py::test_b48_checkpointing_with_an_adapter"],
+    "B49": [
+        "tests/patches/test_checkpoint.py::test_b49_tensors_in_keyword_arguments",
+        "tests/patches/test_checkpoint.py::test_other_architectures",
+    ],
+    "B50": [
+        "tests/patches/test_checkpoint.py::test_b50_called_in_every_way_that_torch_checkpoint_is",
+        "tests/patches/test_checkpoint.py::test_b50_what_it_cannot_do_raises",
+    ],
+    "B51": ["tests/trainers/test_ddp.py::test_b51_checkpointing_under_ddp"],
+    "B52": ["tests/patches/test_checkpoint.py::test_b52_each_device_has_its_own_memory"],
+    "B53": ["tests/trainers/test_checkpoint_policies.py::test_b53_checkpointing_can_be_turned_off"],
     "B70": [
         "tests/packaging/test_import.py::test_trains_without_gpu_triton_and_bitsandbytes",
         "tests/packaging/test_import.py::test_trains_with_triton_but_without_gpu",
@@ -145,6 +161,7 @@ COVERAGE = {
         "tests/packaging/test_import.py::test_import_order_does_not_matter",
         "tests/packaging/test_import.py::test_nothing_of_another_library_is_replaced",
     ],
+    "B84": ["tests/trainers/test_checkpoint_policies.py::test_b84_grpo_memory_does_not_climb"],
     "B85": [
         "tests/trainers/test_reports_memory.py::test_b85_evaluation_keeps_no_logits",
         "tests/trainers/test_reports_memory.py::test_b85_only_what_is_preprocessed_is_kept",
@@ -156,6 +173,7 @@ COVERAGE = {
     "B87": [
         "tests/trainers/test_reports_memory.py::test_b87_nothing_grows_with_the_number_of_split_patterns",
         "tests/trainers/test_reports_memory.py::test_b87_a_trainer_that_is_gone_leaves_its_model_free",
+        "tests/patches/test_checkpoint.py::test_b87_memory_is_bounded_over_many_shapes",
     ],
     "B88": [
         "tests/trainers/test_reports_loss.py::test_b88_entropy_where_labels_are_predicted",
@@ -163,7 +181,7 @@ COVERAGE = {
     ],
 }
 
-REPORTS = [*range(1, 37), 48, 70, *range(73, 78), *range(85, 89)]
+REPORTS = [*range(1, 37), *range(47, 54), 70, *range(73, 78), *range(84, 89)]
 
 
 def test_every_report_is_listed():
