@@ -60,6 +60,14 @@ def settle_policy(config: PatchConfig, trainer: Any) -> PatchConfig:
     return dataclasses.replace(config, checkpoint_policy="recompute") if colocated or sharded else config
 
 
+def _error(kind: type[Exception], message: str) -> Exception:
+    """An error of the kind that was raised, so that whoever looks for it, such as `auto_find_batch_size`, finds it."""
+    try:
+        return kind(message)
+    except TypeError:  # kinds of torch's that are made from an error code
+        return RuntimeError(message)
+
+
 class _Signals(TrainerCallback):
     """
     Tells the plan where steps end. Holds no trainer, so that the trainer can be freed.
@@ -216,20 +224,22 @@ class MemoryPlanning:
         plan, state = self._plan, self._state
         plan.reset()
         if self._num_processes > 1:
-            raise kind(
+            raise _error(
+                kind,
                 f"{message} One of {self._num_processes} processes ran out of memory, and the others are "
-                f"already ahead; set checkpoint_policy='offload', or {ADVICE}."
+                f"already ahead; set checkpoint_policy='offload', or {ADVICE}.",
             )
         if state is None:
-            raise kind(f"{message} This was outside of a micro-batch's forward and backward; {ADVICE}.")
+            raise _error(kind, f"{message} This was outside of a micro-batch's forward and backward; {ADVICE}.")
         if not state.restore(self):
-            raise kind(
+            raise _error(
+                kind,
                 f"{message} The gradients of earlier micro-batches are too large to be kept twice, so this one cannot "
-                f"be run again; set checkpoint_policy='offload', or {ADVICE}."
+                f"be run again; set checkpoint_policy='offload', or {ADVICE}.",
             )
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if not plan.step_down():
-            raise kind(f"{message} The checkpoint plan has no lower setting; {ADVICE}.")
+            raise _error(kind, f"{message} The checkpoint plan has no lower setting; {ADVICE}.")
         self._again = state.inputs
