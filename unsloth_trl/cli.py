@@ -120,7 +120,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from unsloth_trl.models.memory import card_of_size, estimate_memory, find_card, local_card, read_config
+    from unsloth_trl.models.cards import card_of_size, find_card, local_card
+    from unsloth_trl.models.memory import estimate_memory, read_config
     from unsloth_trl.models.memory_terms import read_shape
 
     try:

@@ -205,6 +205,12 @@ class Offloader:
             self._movers[device] = DeviceMover(device, limit, self.staging_buffers)
         return self._movers[device]
 
+    def limit(self) -> int:
+        """Bytes of host memory that may be held in all."""
+        if self._movers:
+            return sum(mover.slab.limit for mover in self._movers.values())
+        return pinned_limit(self.max_pinned_gb)
+
     def reserve(self, device: torch.device, nbytes: int, count: int) -> None:
         """Have host memory for `count` inputs of `nbytes` each, spread over the model's devices."""
         self.mover(device).slab.reserve(nbytes, -(-count // self.num_devices))

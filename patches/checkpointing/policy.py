@@ -104,7 +104,13 @@ class Measured:
 
 
 def choose(
-    measured: Measured, num_layers: int, usable: int, bandwidth: float, tile: int, reserve: float = RESERVE
+    measured: Measured,
+    num_layers: int,
+    usable: int,
+    bandwidth: float,
+    tile: int,
+    reserve: float = RESERVE,
+    host: float = float("inf"),
 ) -> Notch:
     """
     The setting of `"auto"`.
@@ -116,25 +122,27 @@ def choose(
         bandwidth (`float`): Bytes per second of a copy to the host.
         tile (`int`): Tokens per tile of the layers that are checkpointed.
         reserve (`float`): Share of `usable` that is left alone.
+        host (`float`): Bytes of host memory that may be page-locked.
     """
     usable -= max(LEAST_RESERVE, round(usable * reserve))
-    held = measured.layer_input * num_layers if measured.inputs_on_device else 0
-    peak = measured.peak - held  # with no layer's input on the device
-    kept = max(1, measured.kept)
+    layer_input, kept = measured.layer_input, max(1, measured.kept)
+    # with no layer's input on the device
+    peak = measured.peak - (layer_input * num_layers if measured.inputs_on_device else 0)
 
-    def layers(inputs: int) -> int:
-        """Most layers that can keep their activations when each other one holds `inputs` bytes."""
-        room = usable - peak - inputs * num_layers
-        return max(0, min(num_layers, room // max(1, kept - inputs)))
+    def fits(keep: int, offloaded: int) -> bool:
+        return peak + keep * kept + max(0, num_layers - keep - offloaded) * layer_input <= usable
 
-    on_device = layers(measured.layer_input)
-    fits = peak + measured.layer_input * num_layers <= usable
+    def most(offloaded: int) -> int:
+        """Most layers that can keep their activations when so many others offload their inputs."""
+        return next((keep for keep in range(num_layers, 0, -1) if fits(keep, offloaded)), 0)
+
+    on_device = most(0)
     if on_device == num_layers:
         return Notch(keep=num_layers)
-    copy_seconds = measured.layer_input / bandwidth if bandwidth else float("inf")
-    hidden = copy_seconds <= measured.layer_seconds
-    if hidden or not fits:
-        return Notch(keep=layers(0), offload=True, tile=tile)
+    copy_seconds = layer_input / bandwidth if bandwidth else float("inf")
+    in_host = int(min(num_layers, host // max(1, layer_input)))
+    if in_host and (copy_seconds <= measured.layer_seconds or not fits(0, 0)):
+        return Notch(keep=most(in_host), offload=True, tile=tile)
     return Notch(keep=on_device, tile=tile)
 
 
@@ -272,7 +280,10 @@ class Plan:
             self.offloader.reserve(hidden.device, hidden.numel() * hidden.element_size(), count)
 
     def _choose(self, measured: Measured, tile: int) -> Notch:
-        notch = choose(measured, self.num_layers, self._probe.usable(), self._probe.bandwidth(), tile, self.reserve)
+        host = self.offloader.limit()
+        notch = choose(
+            measured, self.num_layers, self._probe.usable(), self._probe.bandwidth(), tile, self.reserve, host
+        )
         return replace(notch, staging=self.staging_buffers)
 
     def after_optimizer_step(self) -> None:

@@ -55,6 +55,14 @@ def test_what_does_not_fit_on_the_device_is_offloaded_even_slowly():
     assert choose(measured(), 20, usable(14 * GIB - MIB), SLOW, 8192) == Notch(keep=0, offload=True, tile=8192)
 
 
+def test_no_more_is_offloaded_than_host_memory_holds():
+    room = usable(14 * GIB + 5 * 950 * MIB)
+    assert choose(measured(), 20, room, FAST, 0, host=49 * MIB) == Notch(keep=5)
+    # 4 of 15 inputs leave: 200 MiB are not a layer's activations
+    assert choose(measured(), 20, room, FAST, 0, host=200 * MIB) == Notch(keep=5, offload=True)
+    assert choose(measured(), 20, room + 800 * MIB, FAST, 0, host=200 * MIB) == Notch(keep=6, offload=True)
+
+
 def test_a_measurement_with_offloaded_inputs():
     m = measured(inputs_on_device=False, peak=13 * GIB)
     assert choose(m, 20, usable(13 * GIB + 3 * 1000 * MIB), FAST, 0).keep == 3

@@ -5,11 +5,11 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..patches.checkpointing.policy import ON_DEVICE, TILE, TILE_FROM, Measured, Notch, choose
 from ..patches.config import CheckpointPolicy
+from .cards import Card
 from .memory_terms import (
     FLOAT,
     HALF,
@@ -33,106 +33,9 @@ Method = Literal["sft", "grpo"]
 Optimizer = Literal["adamw", "adamw_8bit"]
 
 GIB = 2**30
-CONTEXT = GIB // 2  # of the card: the driver's context and the libraries' code
 WORKSPACE = 2**25  # what cuBLAS asks torch for
 BATCH = 64  # bytes per token: ids, labels, positions, and their log-probabilities
 REACHED = 0.5  # of a card's FLOPS
-
-
-@dataclass(frozen=True)
-class Card:
-    """
-    A GPU to plan for.
-
-    Args:
-        name (`str`): For people.
-        usable (`int`): Bytes that tensors can take.
-        flops (`float`): Dense bf16 (or fp16) operations per second, accumulated in fp32.
-        bandwidth (`float`): Bytes per second of a copy to page-locked host memory.
-    """
-
-    name: str
-    usable: int
-    flops: float = 60e12
-    bandwidth: float = 12e9
-
-
-# GiB as torch reports them, TFLOPS, and GB/s of 16 PCIe lanes
-_CARDS = {
-    "T4": (14.6, 65, 12),
-    "V100 16GB": (15.8, 112, 12),
-    "V100 32GB": (31.7, 112, 12),
-    "RTX 3060": (11.8, 25, 25),
-    "RTX 3090": (23.7, 71, 25),
-    "A10G": (22.1, 70, 25),
-    "A6000": (47.5, 155, 25),
-    "A100 40GB": (39.4, 312, 25),
-    "A100 80GB": (79.2, 312, 25),
-    "L4": (22.0, 121, 25),
-    "L40S": (44.4, 362, 25),
-    "RTX 4060 Ti 16GB": (15.6, 44, 12),
-    "RTX 4070": (11.7, 58, 25),
-    "RTX 4080": (15.6, 97, 25),
-    "RTX 4090": (23.6, 165, 25),
-    "RTX 5080": (15.5, 112, 50),
-    "RTX 5090": (31.4, 209, 50),
-    "RTX PRO 6000": (95.0, 500, 50),
-    "H100 80GB": (79.1, 989, 50),
-    "H200": (139.8, 989, 50),
-    "B200": (178.4, 2250, 50),
-}
-
-
-def _words(name: str) -> set[str]:
-    words = name.lower().replace("-", " ").replace("_", " ").split()
-    return {word.removesuffix("gb") for word in words} - {"nvidia", "geforce", "tesla"}
-
-
-def find_card(name: str) -> Card:
-    """
-    A card of the table.
-
-    Args:
-        name (`str`): Its name or what tells it from others: "4090", "A100 80GB".
-
-    Raises:
-        ValueError: If the name is unknown, or that of more than one card.
-    """
-    words = _words(name)
-    found = [card for card in _CARDS if words and words <= _words(card)]
-    exact = [card for card in found if words == _words(card)]
-    if len(found) > 1 and not exact:
-        raise ValueError(f"card={name!r} could be {' or '.join(found)}; name one of them")
-    if not found:
-        raise ValueError(f"card={name!r} is unknown; choose from {', '.join(_CARDS)}, or give its size with card_gb")
-    label = (exact or found)[0]
-    gib, tflops, gigabytes = _CARDS[label]
-    return Card(label, int(gib * GIB) - CONTEXT, tflops * 1e12, gigabytes * 1e9)
-
-
-def card_of_size(gib: float) -> Card:
-    """
-    A card of which only the memory is known; its speed is assumed to be modest.
-
-    Raises:
-        ValueError: If `gib` leaves nothing beside the driver's own memory.
-    """
-    if not gib * GIB > CONTEXT:
-        raise ValueError(
-            f"card_gb={gib:g} is no more than the driver's own {CONTEXT / GIB:g} GiB; give the card's GiB"
-        )
-    return Card(f"a card of {gib:g} GiB", int(gib * GIB) - CONTEXT)
-
-
-def local_card() -> Card | None:
-    """The first GPU of this machine, with what is free on it now, or `None`."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name(0)
-    free, _ = torch.cuda.mem_get_info(0)
-    words = _words(name)
-    known = next((find_card(card) for card in _CARDS if _words(card) <= words), Card(name, free))
-    return replace(known, name=name, usable=free)
 
 
 def read_config(name: str) -> PreTrainedConfig:
@@ -173,6 +76,7 @@ class MemoryEstimate:
         head (`int`): Final norm, head and log-probabilities; not at the same time as `working_set`.
         workspace (`int`): The batch, and libraries' scratch memory.
         slab (`int`): Offloaded layer inputs, page-locked in host memory.
+        quantized (`bool`): Whether linear layers are in NF4.
         generation (`int`): Keys and values of the completions while transformers generates them; not in `peak`.
         tokens (`int`): Of the longest micro-batch.
         num_layers (`int`): Decoder layers.
@@ -193,6 +97,7 @@ class MemoryEstimate:
     head: int
     workspace: int
     slab: int
+    quantized: bool
     generation: int
     tokens: int
     num_layers: int
@@ -256,8 +161,14 @@ class MemoryEstimate:
             return f"fits: {usable}"
         if self.peak <= card.usable:
             return f"does not fit while generating: {usable}; use fewer or shorter completions at once, or vLLM"
-        what = "per_device_train_batch_size (with as much more gradient_accumulation_steps) or the lengths"
-        return f"does not fit: {usable}; lower {what}, or load the model in 4 bits (qlora)"
+        changes = ["a smaller model, or a larger card"]
+        if self.static < card.usable:
+            changes.insert(0, "shorter rows, fewer at once (per_device_train_batch_size)")
+        if not self.adapter:
+            changes.insert(0, "LoRA instead of full training")
+        elif not self.quantized:
+            changes.insert(0, "the model in 4 bits (qlora)")
+        return f"does not fit: {usable}; try {', '.join(changes)}"
 
 
 def estimate_memory(
@@ -288,7 +199,7 @@ def estimate_memory(
         batch (`int`): `per_device_train_batch_size`: rows, or completions of GRPO.
         max_length (`int`): Tokens of a row, for SFT.
         max_prompt_length, max_completion_length, num_generations (`int`): For GRPO.
-        qlora (`bool`): Linear layers in NF4, adapters in bf16, as TRL makes them; without it adapters are in fp32.
+        qlora (`bool`): Linear layers in NF4, and adapters in bf16 where the card has it; else adapters are in fp32.
         lora_r (`int`): Rank of the adapters on all linear layers but the head.
         full (`bool`): Train all weights instead.
         optim (`str`): `"adamw"` or `"adamw_8bit"`.
@@ -320,16 +231,16 @@ def estimate_memory(
     shared = method == "grpo" and refusal is None
     if method == "sft":
         tokens = labels = batch * max_length
-        rows = f"{batch} rows of {max_length}"
+        rows = f"rows of {max_length}, {batch} at once"
     else:
         prompts = -(-batch // num_generations) if shared else batch
         labels = batch * max_completion_length
         tokens = prompts * (max_prompt_length - 1) + labels
-        rows = f"{batch} completions of {max_completion_length} to {prompts} prompts of {max_prompt_length}"
+        rows = f"prompts of {max_prompt_length}, completions of {max_completion_length}, {batch} at once"
     training = Training(tokens, labels, 0 if full else lora_r, qlora, shared)
 
     sizes = list(shape.sizes) if full else adapter_sizes(shape, lora_r)
-    element = HALF if full or qlora else FLOAT
+    element = HALF if full or (qlora and (card is None or card.bf16)) else FLOAT
     trained = element * sum(sizes)
     name = f"{shape.config.model_type}, {len(shape.layers)} layers, {shape.num_parameters / 1e9:.2f} B parameters"
     kind = "NF4 and bf16" if qlora else "bf16"
@@ -341,11 +252,11 @@ def estimate_memory(
         "gradients": trained,
         "optimizer": optimizer_bytes(sizes, element, optim),
         "workspace": WORKSPACE + tokens * (BATCH + 2 * HALF * shape.head_size),
+        "quantized": qlora,
         "generation": cache_bytes(shape, batch * sum(lengths.values())) if method == "grpo" else 0,
         "tokens": tokens,
         "num_layers": len(shape.layers),
-        "title": f"{name} in {kind}; {what} ({millions:.1f} M), {optim}\n"
-        f"{method}: {rows}, {tokens:,} tokens in a micro-batch",
+        "title": f"{name} in {kind}; {what} ({millions:.1f} M), {optim}\n{method}: {rows}, {tokens:,} tokens",
         "notes": tuple(notes),
         "card": card,
     }
@@ -398,12 +309,13 @@ def _activations(shape: ModelShape, training: Training, notch: Notch, trained: i
     if keeping:
         # kept layers run backward first; what they saved has gone when the first of the others is recomputed
         working = max(max(backward_extra(layer, training) for layer in keeping), working - kept)
+    staging = notch.staging * max(inputs) if num_offloaded else 0
     return {
-        # those that stay are used up before the staging buffers are all in use
-        "layer_inputs": max(inputs, default=0) * max(0, stay - notch.staging) if notch.offload else sum(inputs),
+        # those that stay are used up before all staging buffers are in use
+        "layer_inputs": max(0, sum(inputs[num_offloaded:]) - staging),
         "kept": kept,
         "working_set": working,
-        "staging": notch.staging * max(inputs, default=0) if num_offloaded else 0,
+        "staging": staging,
         "head": head_bytes(shape, training, notch.tile),
         "slab": sum(inputs[:num_offloaded]),
     }
@@ -426,9 +338,7 @@ def _measured(estimate: MemoryEstimate, shape: ModelShape, training: Training, c
 def _notes(shape: ModelShape, longest: int, full: bool) -> list[str]:
     """What the numbers do not say."""
     config, text = shape.config, shape.config.get_text_config()
-    notes = [
-        "weights are counted in bf16; TRL loads a model given by name in fp32 unless model_init_kwargs has a dtype"
-    ]
+    notes = ["weights are counted in bf16; TRL loads a model given by name in fp32 unless a dtype is set"]
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         notes.append(f"rows of {longest} tokens are longer than the model's max_position_embeddings={limit}")

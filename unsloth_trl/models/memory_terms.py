@@ -163,9 +163,7 @@ def read_shape(config: PreTrainedConfig) -> ModelShape:
 
 def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with init_empty_weights():
+    with init_empty_weights(include_buffers=True):  # else each weight is allocated, and then dropped
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         except ValueError as error:
@@ -176,7 +174,6 @@ def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
                     f"model_type={config.model_type!r} is no language model of transformers; pass the folder or the "
                     "config of one"
                 ) from error
-    model.tie_weights()  # on the meta device each assignment has made a parameter of its own
     return model
 
 
@@ -334,9 +331,11 @@ def _mlp_saved(layer: LayerShape, training: Training) -> int:
     dense = HALF * (sum(layer.mlp_inputs) + layer.gates + len(layer.linears) * training.rank)
     if (experts := layer.experts) is None:
         return dense
-    trained = 0 if training.rank else layer.hidden + experts.width
-    outputs = HALF * experts.chosen * (3 * experts.width + layer.hidden + trained)
-    return dense + outputs + FLOAT * experts.number + 4 * 8 * experts.chosen  # scores, and indices that sort tokens
+    outputs = experts.chosen * (3 * experts.width + layer.hidden)
+    if not training.rank:
+        # what the trained weights of experts and router read
+        outputs += experts.chosen * (layer.hidden + experts.width) + layer.hidden
+    return dense + HALF * outputs + FLOAT * experts.number + 4 * 8 * experts.chosen  # scores, indices that sort tokens
 
 
 def _norm_bytes(training: Training) -> int:
