@@ -103,6 +103,13 @@ class Measured:
         )
 
 
+def expected_peak(measured: Measured, num_layers: int, keep: int, offloaded: int) -> int:
+    """Bytes allocated at most when `keep` layers keep their activations and `offloaded` others have none on it."""
+    held = measured.layer_input * num_layers if measured.inputs_on_device else 0
+    on_device = max(0, num_layers - keep - offloaded)
+    return measured.peak - held + keep * max(1, measured.kept) + on_device * measured.layer_input
+
+
 def choose(
     measured: Measured,
     num_layers: int,
@@ -125,12 +132,10 @@ def choose(
         host (`float`): Bytes of host memory that may be page-locked.
     """
     usable -= max(LEAST_RESERVE, round(usable * reserve))
-    layer_input, kept = measured.layer_input, max(1, measured.kept)
-    # with no layer's input on the device
-    peak = measured.peak - (layer_input * num_layers if measured.inputs_on_device else 0)
+    layer_input = measured.layer_input
 
     def fits(keep: int, offloaded: int) -> bool:
-        return peak + keep * kept + max(0, num_layers - keep - offloaded) * layer_input <= usable
+        return expected_peak(measured, num_layers, keep, offloaded) <= usable
 
     def most(offloaded: int) -> int:
         """Most layers that can keep their activations when so many others offload their inputs."""
@@ -263,28 +268,31 @@ class Plan:
         tile = TILE if tokens >= TILE_FROM else 0
         if self.pinned:
             tile = self.notch.tile or tile
-        notch = replace(self.notch, tile=tile)
+        notch, why = replace(self.notch, tile=tile), f"micro-batches of {tokens} tokens"
         if self.policy == "auto" and not self.pinned:
             nbytes = hidden.numel() * hidden.element_size()
             if self.measured is None:
                 large = nbytes * self.num_layers > LARGE * self._probe.free()
                 notch = replace(notch, keep=0, offload=large and self._probe.is_cuda)
             else:
-                notch = self._choose(self.measured.at(tokens), tile)
+                notch, expected = self._choose(self.measured.at(tokens), tile)
+                why += f", {expected}"
             if self._probe.is_cuda:
                 # measured until the optimizer has stepped, which allocates its state in the first step
                 self._watch = _Watch(self._probe, nbytes, notch)
-        self._set(notch, f"micro-batches of {tokens} tokens")
+        self._set(notch, why)
         if self.notch.offload:
             count = self.actions.count("offload")
             self.offloader.reserve(hidden.device, hidden.numel() * hidden.element_size(), count)
 
-    def _choose(self, measured: Measured, tile: int) -> Notch:
-        host = self.offloader.limit()
-        notch = choose(
-            measured, self.num_layers, self._probe.usable(), self._probe.bandwidth(), tile, self.reserve, host
-        )
-        return replace(notch, staging=self.staging_buffers)
+    def _choose(self, measured: Measured, tile: int) -> tuple[Notch, str]:
+        """The setting for what was measured, and what it is expected to need."""
+        usable, host = self._probe.usable(), self.offloader.limit()
+        notch = choose(measured, self.num_layers, usable, self._probe.bandwidth(), tile, self.reserve, host)
+        offloaded = int(host // max(1, measured.layer_input)) if notch.offload else 0
+        peak = expected_peak(measured, self.num_layers, notch.keep, offloaded)
+        expected = f"expected peak {peak / 2**30:.2f} of {usable / 2**30:.2f} GiB"
+        return replace(notch, staging=self.staging_buffers), expected
 
     def after_optimizer_step(self) -> None:
         """The trainer's sign that a whole step has been seen: `"auto"` plans from what it needed."""
@@ -293,7 +301,8 @@ class Plan:
             return
         self.measured = measured
         if not self.pinned:
-            self._set(self._choose(measured, self.notch.tile), f"measured on {measured.tokens} tokens")
+            notch, expected = self._choose(measured, self.notch.tile)
+            self._set(notch, f"measured on {measured.tokens} tokens, {expected}")
 
     def step_down(self) -> bool:
         """
