@@ -3,7 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from torch import nn
 
 from ..config import CheckpointPolicy
@@ -60,18 +66,21 @@ def add_checkpointing(
         `Plan`: Its `notch` says what happens to the layers.
 
     Raises:
-        ValueError: If there is no layer, or accelerate takes a layer's weights away after its forward.
+        ValueError: If there is no layer, one is checkpointed already, or accelerate takes a layer's weights away after
+            its forward.
     """
     layers = list(layers)
     if not layers:
         raise ValueError("layers is empty: pass the modules to checkpoint, such as model.layers")
     for layer in layers:
-        hook = getattr(layer, "_hf_hook", None)
-        if isinstance(hook, AlignDevicesHook) and hook.offload:
-            raise ValueError(
-                f"accelerate offloads the weights of {type(layer).__name__}, which are gone when the backward "
-                "recomputes it; load the model without cpu_offload or a device_map with 'cpu' or 'disk'"
-            )
+        for hook in _hooks(layer):
+            if isinstance(hook, CheckpointHook):
+                raise ValueError(f"{type(layer).__name__} is checkpointed already; call remove_checkpointing first")
+            if isinstance(hook, AlignDevicesHook) and hook.offload:
+                raise ValueError(
+                    f"accelerate offloads the weights of {type(layer).__name__}, which are gone when the backward "
+                    "recomputes it; load the model without cpu_offload or a device_map with 'cpu' or 'disk'"
+                )
     devices = {p.device for layer in layers for p in layer.parameters()}
     plan = Plan(
         policy,
@@ -88,8 +97,19 @@ def add_checkpointing(
 def remove_checkpointing(layers: Iterable[nn.Module]) -> None:
     """Take the hooks off again, and leave accelerate's own."""
     for layer in layers:
-        hook = getattr(layer, "_hf_hook", None)
-        others = [h for h in getattr(hook, "hooks", [hook]) if h is not None and not isinstance(h, CheckpointHook)]
-        remove_hook_from_module(layer)
-        for other in others:
-            add_hook_to_module(layer, other, append=True)
+        hooks = _hooks(layer)
+        if any(isinstance(hook, CheckpointHook) for hook in hooks):
+            remove_hook_from_module(layer)
+            for hook in hooks:
+                if not isinstance(hook, CheckpointHook):
+                    add_hook_to_module(layer, hook, append=True)
+
+
+def _hooks(layer: nn.Module) -> list[ModelHook]:
+    """The hooks on a layer, one by one; accelerate nests what is appended."""
+
+    def flat(hook: ModelHook) -> list[ModelHook]:
+        return [h for inner in hook.hooks for h in flat(inner)] if isinstance(hook, SequentialHook) else [hook]
+
+    hook = getattr(layer, "_hf_hook", None)
+    return [] if hook is None else flat(hook)

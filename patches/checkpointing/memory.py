@@ -1,7 +1,5 @@
 """Reads what the planner needs to know of a device: memory in use, the most in use, and the speed of a copy."""
 
-import functools
-
 import torch
 
 from .slab import page_lock, page_unlock
@@ -64,15 +62,19 @@ class Probe:
         return _bandwidth(self.device) if self.is_cuda else 0.0
 
 
-@functools.cache
+_BANDWIDTHS: dict[torch.device, float] = {}  # of devices, which stay; not of failures, which may pass
+
+
 def _bandwidth(device: torch.device, nbytes: int = 64 * 2**20) -> float:
+    if device in _BANDWIDTHS:
+        return _BANDWIDTHS[device]
     host = torch.empty(nbytes, dtype=torch.uint8)
     try:
         page_lock(host)
-        source = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError:  # refused, or no memory left: then nothing is offloaded by choice
+    except RuntimeError:
         return 0.0
     try:
+        source = torch.empty(nbytes, dtype=torch.uint8, device=device)
         host.copy_(source, non_blocking=True)  # the first copy sets up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
@@ -80,6 +82,9 @@ def _bandwidth(device: torch.device, nbytes: int = 64 * 2**20) -> float:
         host.copy_(source, non_blocking=True)
         end.record(stream)
         end.synchronize()
+        _BANDWIDTHS[device] = nbytes / (start.elapsed_time(end) / 1e3)
+    except torch.OutOfMemoryError:  # then nothing is offloaded by choice
+        return 0.0
     finally:
-        page_unlock(host)
-    return nbytes / (start.elapsed_time(end) / 1e3)
+        page_unlock(host, device)
+    return _BANDWIDTHS[device]

@@ -6,6 +6,7 @@ compute stream right after the layer; memory is given up for reuse only when the
 to be done, without `record_stream`.
 """
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -85,13 +86,17 @@ class DeviceMover:
     def __init__(self, device: torch.device, limit: int, staging_buffers: int = 2):
         self.device = device
         self.is_cuda = device.type == "cuda"
-        self.slab = HostSlab(limit, page_lock if self.is_cuda else None)
+        self.slab = HostSlab(limit, page_lock, device) if self.is_cuda else HostSlab(limit)
         self.staging_buffers = staging_buffers
         self._out = torch.cuda.Stream(device) if self.is_cuda else None
         self._in = torch.cuda.Stream(device) if self.is_cuda else None
         self._last_in: torch.cuda.Event | None = None
         self._leaving: deque[tuple[torch.Tensor, int, torch.cuda.Event]] = deque()
         self._layer = _Layer(None)
+
+    def __del__(self):
+        if getattr(self, "_leaving", None) and not sys.is_finalizing():
+            torch.cuda.synchronize(self.device)  # before the memory of copies under way is used again
 
     def next_layer(self, first: bool) -> None:
         """What is saved from here on is another layer's; the `first` one follows nothing."""

@@ -9,35 +9,36 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import PatchConfig
+from ..owner import Owned
 from ..report import PatchEntry
 from .checkpoint import LayerCheckpoint
 from .policy import Plan
 from .tiles import TiledForward, remove_tiles, tileable
 
 
-class EnableCheckpointing:
+class EnableCheckpointing(Owned[PreTrainedModel]):
     """
     A model's `gradient_checkpointing_enable`: its own, and then our checkpoint in every decoder layer.
 
     TRL's GRPO switches checkpointing off and on again around generation and scoring, which gives each layer torch's
-    checkpoint back; a call of this object puts ours in its place. An object and not a closure, so that a copy of the
-    model gets one that refers to itself.
+    checkpoint back; a call of this object puts ours in its place.
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan):
-        self.model, self.plan = model, plan
+        super().__init__(model)
+        self.plan = plan
 
     def __call__(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         with warnings.catch_warnings():
             # the name is deprecated, and the one that transformers still calls on an instance
             warnings.simplefilter("ignore", FutureWarning)
-            enable = type(self.model).gradient_checkpointing_enable
-            enable(self.model, gradient_checkpointing_kwargs=gradient_checkpointing_kwargs, **kwargs)
-        if foreign_options(gradient_checkpointing_kwargs) is None and not kwargs.get("offload"):
+            enable = type(self.owner).gradient_checkpointing_enable
+            enable(self.owner, gradient_checkpointing_kwargs=gradient_checkpointing_kwargs, **kwargs)
+        if foreign_options((gradient_checkpointing_kwargs or {}) | kwargs) is None:
             self.install(gradient_checkpointing_kwargs)
 
     def install(self, options: dict[str, Any] | None = None) -> None:
-        for index, layer in enumerate(decoder_layers(self.model)):
+        for index, layer in enumerate(decoder_layers(self.owner)):
             layer._gradient_checkpointing_func = LayerCheckpoint(self.plan, index, options)
 
 
@@ -97,7 +98,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         module.forward = TiledForward(module, plan, place)
 
     def undo(model: PreTrainedModel) -> None:
-        model.__dict__.pop("gradient_checkpointing_enable", None)
+        model.__dict__.pop("gradient_checkpointing_enable").plan.offloader.release()
         remove_tiles(model)
         for layer in decoder_layers(model):
             ours = layer.__dict__.get("_gradient_checkpointing_func")

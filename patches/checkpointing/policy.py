@@ -31,6 +31,7 @@ LARGE = 0.3  # of the free memory: more than this for all layer inputs, and the 
 RESERVE = 0.05  # of the usable memory is never planned with
 RESERVE_OF_RANKS = 0.15  # where an out-of-memory error on one rank ends the run of all
 LEAST_RESERVE = 512 * 2**20  # bytes
+MOST_TIMES = 64  # layers whose forward is timed
 
 
 @dataclass(frozen=True)
@@ -180,12 +181,12 @@ class Plan:
         self.num_devices = num_devices
         self.max_pinned_gb = max_pinned_gb
         self.reserve = RESERVE
+        self.measures = False  # whether somebody says where a step ends, which "auto" needs
         self._probe = probe
         self._start()
 
     def _start(self) -> None:
         self.offloader = Offloader(self.max_pinned_gb, self.staging_buffers, self.num_devices)
-        self.changes: list[str] = []
         self.restart()
 
     def restart(self) -> None:
@@ -199,6 +200,10 @@ class Plan:
         self._last_index = self.num_layers  # so that any layer is the first of a forward
         self._refused = False
         self._watch: _Watch | None = None
+        self.changes: list[str] = []
+        self.offloader.set_staging_buffers(self.staging_buffers)
+        if not self.notch.offload:
+            self.offloader.release()
 
     # a copy of the model, or a pickled one, has the policy and starts anew
     def __getstate__(self) -> dict[str, Any]:
@@ -207,7 +212,7 @@ class Plan:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.reserve, self._probe = RESERVE, None
+        self.reserve, self.measures, self._probe = RESERVE, False, None
         self._start()
 
     def __str__(self) -> str:
@@ -269,7 +274,7 @@ class Plan:
         if self.pinned:
             tile = self.notch.tile or tile
         notch, why = replace(self.notch, tile=tile), f"micro-batches of {tokens} tokens"
-        if self.policy == "auto" and not self.pinned:
+        if self.policy == "auto" and self.measures and not self.pinned:
             nbytes = hidden.numel() * hidden.element_size()
             if self.measured is None:
                 large = nbytes * self.num_layers > LARGE * self._probe.free()
@@ -293,6 +298,11 @@ class Plan:
         peak = expected_peak(measured, self.num_layers, notch.keep, offloaded)
         expected = f"expected peak {peak / 2**30:.2f} of {usable / 2**30:.2f} GiB"
         return replace(notch, staging=self.staging_buffers), expected
+
+    def before_optimizer_step(self) -> None:
+        """The trainer's sign that all micro-batches of a step are over."""
+        if self._watch is not None:
+            self._watch.end()
 
     def after_optimizer_step(self) -> None:
         """The trainer's sign that a whole step has been seen: `"auto"` plans from what it needed."""
@@ -415,7 +425,7 @@ class _Watch:
 
     def __init__(self, probe: Probe, layer_input: int, notch: Notch):
         self.probe, self.layer_input, self.notch = probe, layer_input, notch
-        self.tokens = self.base = self.kept = self.in_tiles = self.num_runs = 0
+        self.tokens = self.base = self.kept = self.in_tiles = self.num_runs = self.peak = self.ended_with = 0
         self.times: list[tuple[Any, Any]] = []
 
     def begin(self, tokens: int) -> None:
@@ -423,6 +433,10 @@ class _Watch:
             self.base = self.probe.allocated()
             self.probe.reset_peak()
         self.tokens = max(self.tokens, tokens)
+
+    def end(self) -> None:
+        """The optimizer is about to step: what it needs for itself is none of the layers'."""
+        self.peak, self.ended_with = self.probe.peak(), self.probe.allocated()
 
     def layer(self) -> "_LayerWatch":
         return _LayerWatch(self)
@@ -432,11 +446,11 @@ class _Watch:
         self.in_tiles += nbytes
 
     def result(self, notch: Notch) -> Measured | None:
-        if not self.kept or notch != self.notch:
+        if not self.kept or not self.peak or notch != self.notch:
             return None
-        # what the first step has left behind, the optimizer's state, is there in all later ones
-        grown = max(0, self.probe.allocated() - self.base)
-        base, peak = self.base + grown, self.probe.peak() + grown
+        # the state that the optimizer has made in the first step is there in all later ones
+        grown = max(0, self.probe.allocated() - self.ended_with)
+        base, peak = self.base + grown, self.peak + grown
         self.kept += self.in_tiles // self.num_runs
         # what the kept layers added is taken out again: the peak of a step that keeps none
         peak -= notch.keep * (self.kept - (0 if notch.offload else self.layer_input))
@@ -461,5 +475,6 @@ class _LayerWatch:
             self.watch.num_runs += 1
             self.watch.kept = max(self.watch.kept, self.watch.probe.allocated() - self.before)
         else:
-            self.watch.times.append((self.start, self.watch.probe.mark()))
+            if len(self.watch.times) < MOST_TIMES:
+                self.watch.times.append((self.start, self.watch.probe.mark()))
         self.runs += 1

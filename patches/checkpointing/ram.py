@@ -8,6 +8,7 @@ import psutil
 
 
 CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 SHARE = 0.5  # of the available memory; Windows and WSL page-lock no more than half of it either
 SWAP_IN_USE = 2**30  # bytes; less than this is what an idle desktop has swapped out
 
@@ -43,17 +44,40 @@ def _reclaimable(path: Path) -> int:
     return int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
 
 
+def _own_groups() -> dict[str, str]:
+    """The path of this process in each hierarchy of cgroups: "" is that of version 2, "memory" one of version 1."""
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            found[controller] = path.strip("/")
+    return found
+
+
 def cgroup_memory(root: Path | None = None) -> tuple[int, int] | None:
-    """Limit and use in bytes of this process's container (cgroup v2 or v1), or `None` without a limit."""
+    """
+    Limit and use in bytes of the tightest container around this process (cgroup v2 or v1), or `None` without a limit.
+    """
     root = CGROUP if root is None else root
-    for folder, limit_name, used_name in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    own = _own_groups()
+    found = []
+    for top, limit_name, used_name, path in (
+        (root, "memory.max", "memory.current", own.get("", "")),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", own.get("memory", "")),
     ):
-        limit, used = _number(folder / limit_name), _number(folder / used_name)
-        if limit is not None and used is not None:
-            return limit, max(0, used - _reclaimable(folder / "memory.stat"))
-    return None
+        # a limit holds for all groups below; inside a container the own path may not be there, and the root is it
+        folder = top / path
+        for group in (folder, *folder.parents):
+            limit, used = _number(group / limit_name), _number(group / used_name)
+            if limit is not None and used is not None:
+                found.append((limit, max(0, used - _reclaimable(group / "memory.stat"))))
+            if group == top:
+                break
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def host_memory() -> HostMemory:

@@ -7,6 +7,7 @@ Here a few large pieces are locked, each of exactly the size asked for, and hand
 import bisect
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ class HostMemoryError(RuntimeError):
     """No host memory: the limit is reached, or the operating system refuses."""
 
 
+PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices
+
+
 def page_lock(buffer: torch.Tensor) -> None:
     """
     Page-lock a CPU tensor in place, for copies that run beside the computation.
@@ -31,15 +35,25 @@ def page_lock(buffer: torch.Tensor) -> None:
     Raises:
         RuntimeError: If the driver refuses.
     """
-    code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-    if int(code):
-        raise RuntimeError(f"page-locking {buffer.numel() / 2**30:.2f} GiB failed: CUDA error {int(code)}")
+    code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE))
+    if code:
+        _forget_error()
+        raise RuntimeError(f"page-locking {buffer.numel() / 2**30:.2f} GiB failed: CUDA error {code}")
 
 
-def page_unlock(buffer: torch.Tensor) -> None:
-    """Undo `page_lock`, once no copy is under way."""
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+def page_unlock(buffer: torch.Tensor, device: torch.device) -> None:
+    """Undo `page_lock`, once no copy of the device is under way."""
+    torch.cuda.synchronize(device)
+    if int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())):
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """CUDA keeps the last error until somebody asks, and the next launch of a kernel would raise it."""
+    try:
+        torch.ones(1, device="cuda")
+    except RuntimeError:
+        pass
 
 
 class Slot(NamedTuple):
@@ -53,7 +67,8 @@ class Slot(NamedTuple):
 class _Piece:
     """One stretch of host memory and its free ranges: sorted, and no two of them touch."""
 
-    def __init__(self, nbytes: int, lock: Callable[[torch.Tensor], None] | None):
+    def __init__(self, nbytes: int, lock: Callable[[torch.Tensor], None] | None, device: torch.device | None):
+        self.device = device
         try:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
@@ -61,7 +76,7 @@ class _Piece:
         self.locked = False
         if lock is not None:
             lock(self.buffer)
-            self.locked = lock is page_lock
+            self.locked = device is not None
         self.free: list[tuple[int, int]] = [(0, nbytes)]
 
     def take(self, nbytes: int) -> int | None:
@@ -91,7 +106,7 @@ class _Piece:
 
     def __del__(self):
         if getattr(self, "locked", False) and not sys.is_finalizing():
-            page_unlock(self.buffer)
+            page_unlock(self.buffer, self.device)
 
 
 class HostSlab:
@@ -102,11 +117,20 @@ class HostSlab:
         limit (`int`): Bytes that the slab may grow to.
         lock (`Callable`, *optional*): Page-locks a new piece; `None` for memory that no device copies from. When it
             fails, the piece and all later ones stay pageable, with one warning: copies then are slow but right.
+        device (`torch.device`, *optional*): The CUDA device that copies, waited for before memory is unlocked.
     """
 
-    def __init__(self, limit: int, lock: Callable[[torch.Tensor], None] | None = None):
+    def __init__(
+        self,
+        limit: int,
+        lock: Callable[[torch.Tensor], None] | None = None,
+        device: torch.device | None = None,
+    ):
         self.limit = limit
+        self.device = device
         self._lock = lock
+        # a slot can come back in the middle of a garbage collection, when the lists below are half changed
+        self._returned: deque[Slot] = deque()
         self._pieces: list[_Piece] = []
         self._reserved = 0  # bytes of the longest slots that were
 
@@ -118,6 +142,7 @@ class HostSlab:
     @property
     def used(self) -> int:
         """Bytes handed out."""
+        self._take_back()
         return self.nbytes - sum(end - start for piece in self._pieces for start, end in piece.free)
 
     @property
@@ -131,6 +156,7 @@ class HostSlab:
         Rows that are longer than any before come again and again at first; each time a quarter more is reserved, and
         what is too short for them is given back.
         """
+        self._take_back()
         size = _aligned(nbytes)
         if self._free_slots(size) >= count:
             return
@@ -158,6 +184,7 @@ class HostSlab:
         Raises:
             HostMemoryError: If the limit is reached or the operating system has no more memory.
         """
+        self._take_back()
         size = _aligned(nbytes)
         for piece in self._pieces:
             if (start := piece.take(size)) is not None:
@@ -171,8 +198,13 @@ class HostSlab:
         return Slot(piece, start, piece.buffer[start : start + nbytes])
 
     def give(self, slot: Slot) -> None:
-        """Take a slot back. Whoever gives it back has made sure that nothing reads from it any more."""
-        slot.piece.give(slot.start, _aligned(slot.buffer.numel()))
+        """Take a slot back, from any thread and at any time, once nothing new will read from it."""
+        self._returned.append(slot)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            slot = self._returned.popleft()
+            slot.piece.give(slot.start, _aligned(slot.buffer.numel()))
 
     def _grow(self, nbytes: int) -> None:
         room = self.limit - self.nbytes
@@ -182,7 +214,7 @@ class HostSlab:
                 f"{self.limit / 2**30:.2f} GiB are allowed"
             )
         try:
-            self._pieces.append(_Piece(nbytes, self._lock))
+            self._pieces.append(_Piece(nbytes, self._lock, self.device))
         except HostMemoryError:
             raise
         except RuntimeError as error:
@@ -191,7 +223,7 @@ class HostSlab:
                 f"Offloaded layer inputs go to pageable memory from here on: {error}. Training goes on, with slower "
                 "copies; lower max_pinned_gb, or set checkpoint_policy='recompute'."
             )
-            self._pieces.append(_Piece(nbytes, None))
+            self._pieces.append(_Piece(nbytes, None, self.device))
 
 
 def _aligned(nbytes: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..owner import Owned
 from .policy import Place, Plan
 
 
@@ -81,7 +82,7 @@ class _Tiled(torch.autograd.Function):
         return None, None, None, grad_x, *grad_weights
 
 
-class TiledForward:
+class TiledForward(Owned[nn.Module]):
     """
     The `forward` of a module that works token by token: in tiles when the plan says so, else its own.
 
@@ -92,19 +93,21 @@ class TiledForward:
     """
 
     def __init__(self, module: nn.Module, plan: Plan, place: Place):
-        self.module, self.plan, self.place = module, plan, place
+        super().__init__(module)
+        self.plan, self.place = plan, place
         self.inner: Callable | None = module.__dict__.get("forward")
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return type(self.owner).forward(self.owner, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].ndim == 3:
             tile = self.plan.tile_for(args[0].shape[:2].numel(), self.place)
-            if tile:
+            # an adapter added since may have brought dropout
+            if tile and not (self.owner.training and _has_dropout(self.owner)):
                 return self._tiled(args[0], tile)
         return self.whole(*args, **kwargs)
 
@@ -114,7 +117,7 @@ class TiledForward:
             self.plan.layers_are_over()
         flat = x.reshape(1, -1, x.shape[-1])
         if torch.is_grad_enabled():
-            weights = [p for p in self.module.parameters() if p.requires_grad]
+            weights = [p for p in self.owner.parameters() if p.requires_grad]
             anchor = torch.empty(0, device=x.device, requires_grad=True)
             out = _Tiled.apply(self, tile, [_Stash.apply(flat, anchor)], flat, *weights)
         else:
@@ -162,10 +165,14 @@ def _is_projection(module: nn.Module) -> bool:
     return isinstance(base, nn.Linear)
 
 
+def _has_dropout(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+
+
 def _works_by_token(module: nn.Module) -> bool:
+    if _has_dropout(module):
+        return False
     for part in module.modules():
-        if isinstance(part, nn.Dropout) and part.p > 0:
-            return False
         if any(p.ndim > 2 for p in part.parameters(recurse=False)):
             return False  # a stack of experts, or a convolution over tokens
     return True

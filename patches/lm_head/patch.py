@@ -11,32 +11,32 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..config import PatchConfig
+from ..owner import Owned
 from ..report import PatchEntry
 from .op import labelled_scores
 
 
-class LabelledForward:
+class LabelledForward(Owned[PreTrainedModel]):
     """
-    The `forward` of a patched model. An object and not a closure, so that a copy or an unpickled model gets one that
-    refers to itself.
+    The `forward` of a patched model.
 
     Called with `fused_lm_head=True` and `label_positions`, it returns a `FusedCausalLMOutput` whose `log_probs`,
     `entropy` and `is_top1` have shape `(num_labels,)`; any other call goes on to the forward that was there before.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model = model
+        super().__init__(model)
         self.inner = model.__dict__.get("forward")  # TRL's fused head, if it is there
         self.active = True
 
     @property
     def __signature__(self) -> inspect.Signature:
         # `generate` and the trainer check keyword arguments against the model's own signature
-        return inspect.signature(type(self.model).forward)
+        return inspect.signature(type(self.owner).forward)
 
     def __call__(self, *args, label_positions=None, fused_lm_head=False, labels=None, **kwargs):
         if label_positions is None or not (self.active and fused_lm_head):
-            inner = functools.partial(type(self.model).forward, self.model) if self.inner is None else self.inner
+            inner = functools.partial(type(self.owner).forward, self.owner) if self.inner is None else self.inner
             if labels is not None:
                 kwargs["labels"] = labels
             if fused_lm_head:
@@ -45,7 +45,7 @@ class LabelledForward:
         return self._score(args, kwargs, labels, label_positions)
 
     def _score(self, args: tuple, kwargs: dict, labels, label_positions) -> FusedCausalLMOutput:
-        model = self.model
+        model = self.owner
         text_config = model.config.get_text_config()
         kwargs["use_cache"] = False
         router_logits = kwargs.get("output_router_logits", getattr(text_config, "output_router_logits", False))

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import PatchConfig
+from ..owner import Owned
 from ..report import PatchEntry
 
 
@@ -34,18 +35,13 @@ def cast_input(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | Non
     return x.to(dtype)
 
 
-class PlainLoraForward:
+class PlainLoraForward(Owned[Linear]):
     """
     The `forward` of a patched LoRA layer: PEFT's own for anything but one active, unmerged adapter without dropout.
-
-    An object and not a closure, so that a copy of the layer gets one that refers to itself.
     """
 
-    def __init__(self, layer: Linear):
-        self.layer = layer
-
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        layer = self.layer
+        layer = self.owner
         adapters = layer.active_adapters
         name = adapters[0] if len(adapters) == 1 else None
         # read at every call: an adapter added since may have dropout or a variant

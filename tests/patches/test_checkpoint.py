@@ -14,7 +14,7 @@ from tests.tiny import tiny_model
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.checkpointing import offload, policy, slab
 from unsloth_trl.patches.checkpointing.checkpoint import LayerCheckpoint, Offload
-from unsloth_trl.patches.checkpointing.hook import add_checkpointing, remove_checkpointing
+from unsloth_trl.patches.checkpointing.hook import _hooks, add_checkpointing, remove_checkpointing
 from unsloth_trl.patches.checkpointing.offload import Offloader
 from unsloth_trl.patches.checkpointing.patch import current_plan
 from unsloth_trl.patches.checkpointing.policy import Plan
@@ -180,6 +180,13 @@ def test_hooks_on_layers_outside_of_transformers():
     assert plan.offloader.mover(x.device).slab.used == 0
     remove_checkpointing(layers)
     assert layers[1].forward == own and layers[0]._hf_hook is recorder
+    add_checkpointing(layers)
+    add_hook_to_module(layers[1], Recorder(), append=True)
+    with pytest.raises(ValueError, match="Linear is checkpointed already"):
+        add_checkpointing(layers)
+    remove_checkpointing(layers)
+    assert layers[2].forward.__func__ is nn.Linear.forward and "_hf_hook" not in vars(layers[2])
+    assert [type(h) for h in _hooks(layers[1])] == [Recorder] and len(_hooks(layers[0])) == 1
     with pytest.raises(ValueError, match="layers is empty"):
         add_checkpointing([])
     add_hook_to_module(layers[2], AlignDevicesHook(execution_device="cpu", offload=True, weights_map={}))
@@ -223,14 +230,14 @@ def test_disabling_and_enabling_keeps_it(kwargs):
     assert_same(gradients(model), expected)
 
 
-@pytest.mark.parametrize("option", ["use_reentrant", "offload"])
+@pytest.mark.parametrize("option", ["use_reentrant", "offload", "every_n_layers"])
 def test_another_checkpoint_that_is_asked_for_stays(option):
     model = tiny_model("llama")
     apply_patches(model, PatchConfig(checkpoint_policy="offload"))
-    if option == "offload" and not hasattr(model, "activation_checkpointing_enable"):
-        pytest.skip("transformers 5.17 takes offload in the same dictionary only")
-    if option == "offload":
-        model.activation_checkpointing_enable(offload=True)
+    if option != "use_reentrant" and not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("transformers 5.17 takes these in the same dictionary only")
+    if option != "use_reentrant":
+        model.activation_checkpointing_enable(**{option: 2 if option == "every_n_layers" else True})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     assert not any(isinstance(layer._gradient_checkpointing_func, LayerCheckpoint) for layer in model.model.layers)
@@ -284,9 +291,13 @@ def test_freed_with_the_model():
     buffers = [weakref.ref(piece.buffer) for m in plan.offloader._movers.values() for piece in m.slab._pieces]
     refs = [weakref.ref(model), weakref.ref(plan)]
     assert buffers
-    del model, plan
     gc.collect()
-    assert all(ref() is None for ref in refs + buffers)
+    gc.disable()
+    try:
+        del model, plan
+        assert all(ref() is None for ref in refs + buffers), "kept by a cycle"
+    finally:
+        gc.enable()
     report.remove()  # of a model that is gone
 
 

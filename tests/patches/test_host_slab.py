@@ -1,5 +1,7 @@
 """Host memory for offloaded inputs: slots, growth, limits, page-locking that fails, and what a container allows."""
 
+import gc
+import itertools
 import random
 
 import pytest
@@ -115,6 +117,7 @@ def cgroup_v2(folder, limit, used, inactive):
 
 def test_a_container_limits_what_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr(ram, "CGROUP", tmp_path)
+    monkeypatch.setattr(ram, "MEMBERSHIP", tmp_path / "none")
     cgroup_v2(tmp_path, 10 * 2**20, 6 * 2**20, 2**20)
     memory = ram.host_memory()
     assert memory.container and memory.total == 10 * 2**20
@@ -127,6 +130,7 @@ def test_a_container_limits_what_there_is(tmp_path, monkeypatch):
 
 def test_no_limit_of_a_container(tmp_path, monkeypatch):
     monkeypatch.setattr(ram, "CGROUP", tmp_path)
+    monkeypatch.setattr(ram, "MEMBERSHIP", tmp_path / "none")
     cgroup_v2(tmp_path, "max", 6, 1)
     memory = ram.host_memory()
     assert not memory.container and memory.total > 2**30
@@ -134,9 +138,53 @@ def test_no_limit_of_a_container(tmp_path, monkeypatch):
 
 def test_the_older_kind_of_container(tmp_path, monkeypatch):
     monkeypatch.setattr(ram, "CGROUP", tmp_path)
+    monkeypatch.setattr(ram, "MEMBERSHIP", tmp_path / "none")
     folder = tmp_path / "memory"
     folder.mkdir()
     (folder / "memory.limit_in_bytes").write_text("4096")
     (folder / "memory.usage_in_bytes").write_text("1096")
     (folder / "memory.stat").write_text("total_inactive_file 96\n")
     assert ram.cgroup_memory() == (4096, 1000)
+
+
+def test_the_limit_of_a_group_above(tmp_path, monkeypatch):
+    """As under SLURM or systemd-run: the root has no limit, the job has one, the step in it has a wider one."""
+    monkeypatch.setattr(ram, "CGROUP", tmp_path / "fs")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/job/step\n")
+    monkeypatch.setattr(ram, "MEMBERSHIP", membership)
+    step = tmp_path / "fs" / "job" / "step"
+    step.mkdir(parents=True)
+    cgroup_v2(step.parent, 9000, 2000, 500)
+    cgroup_v2(step, 20_000, 1000, 0)
+    assert ram.cgroup_memory() == (9000, 1500)
+    cgroup_v2(step, 5000, 1000, 0)
+    assert ram.cgroup_memory() == (5000, 1000)
+
+
+def test_slots_that_come_back_during_a_garbage_collection():
+    """A slot that is dropped while another is being taken: both end where they belong."""
+    host = HostSlab(limit=2**20)
+    cycle = []
+
+    class Holder:
+        def __init__(self, slot):
+            self.slot, self.me = slot, self
+
+        def __del__(self):
+            host.give(self.slot)
+
+    held = [host.take(1000) for _ in range(20)]
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(1)
+        for i in range(400):
+            cycle.append(Holder(held.pop(0)))
+            cycle.clear()  # collected at any allocation from here on
+            slot = host.take(900 + i % 200)
+            assert not any(slot.buffer.data_ptr() == other.buffer.data_ptr() for other in held)
+            held.append(slot)
+    finally:
+        gc.set_threshold(*threshold)
+    starts = sorted((s.buffer.data_ptr(), s.buffer.numel()) for s in held)
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(starts))

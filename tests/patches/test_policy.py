@@ -90,6 +90,7 @@ class FakeProbe:
         self.total = total
         self.now = 10 * GIB
         self.top = 14 * GIB
+        self.state = 0  # what the first optimizer step adds
 
     def allocated(self):
         return self.now
@@ -116,6 +117,12 @@ class FakeProbe:
         return FAST
 
 
+def planned(probe):
+    plan = Plan("auto", 8, probe=probe)
+    plan.measures = True  # as a trainer says
+    return plan
+
+
 def run_step(plan, tokens, kept=1000 * MIB):
     """What a trainer's step does to the plan: each layer forward, each checkpointed one again, and the optimizer."""
     hidden = torch.zeros(1, tokens, 2)
@@ -132,13 +139,16 @@ def run_step(plan, tokens, kept=1000 * MIB):
         plan.grows = kept
         function()
         plan._probe.now = 10 * GIB
+    plan.before_optimizer_step()
+    plan._probe.now += plan._probe.state
+    plan._probe.state = 0
     plan.after_optimizer_step()
     return actions
 
 
 def test_auto_measures_a_step_and_keeps_what_fits():
     probe = FakeProbe(usable(14 * GIB + 4 * 1000 * MIB))
-    plan = Plan("auto", 8, probe=probe)
+    plan = planned(probe)
     assert run_step(plan, 1000) == ["recompute"] * 8
     assert plan.measured.kept == 1000 * MIB and plan.measured.tokens == 1000
     # inputs of 8 kB are nothing: they stay, and 4 layers keep their activations
@@ -149,9 +159,37 @@ def test_auto_measures_a_step_and_keeps_what_fits():
     assert "measured on 1000 tokens, expected peak 17.91 of " in plan.changes[1]
 
 
+def test_the_optimizers_state_counts_and_its_step_does_not():
+    probe = FakeProbe(usable(14 * GIB + 2000 * MIB + 4 * 1000 * MIB))
+    probe.state = 2000 * MIB
+    plan = planned(probe)
+    run_step(plan, 1000)
+    assert plan.measured.peak == 14 * GIB + 2000 * MIB and plan.measured.base == 10 * GIB + 2000 * MIB
+    assert plan.notch.keep == 4
+
+
+def test_without_a_trainer_nothing_is_measured():
+    """Nobody says where a step ends: recompute, and no event is kept."""
+    plan = Plan("auto", 8, probe=FakeProbe(11 * GIB))
+    for _ in range(3):
+        assert run_step(plan, 10**6) == ["recompute"] * 8
+    assert plan.watch is None and plan.notch.offload is False
+
+
+def test_a_second_run_starts_anew():
+    plan = Plan("recompute", 4)
+    plan.use(Notch(offload=True, staging=1))
+    mover = plan.offloader.mover(torch.device("cpu"))
+    mover.slab.reserve(1000, 4)
+    assert mover.staging_buffers == 1
+    plan.restart()
+    assert plan.notch == Notch() and plan.offloader.nbytes == 0 and plan.changes == []
+    assert plan.offloader.mover(torch.device("cpu")).staging_buffers == 2
+
+
 def test_a_longer_batch_is_planned_for_before_it_runs():
     probe = FakeProbe(usable(14 * GIB + 8 * 1000 * MIB))
-    plan = Plan("auto", 8, probe=probe)
+    plan = planned(probe)
     run_step(plan, 1000)
     assert plan.notch.keep == 8
     actions = run_step(plan, 1500)  # 16 GiB for the checkpointed step, 1500 MiB for each kept layer
@@ -163,7 +201,7 @@ def test_a_longer_batch_is_planned_for_before_it_runs():
 
 def test_large_inputs_are_offloaded_before_anything_is_known():
     probe = FakeProbe(10 * GIB + 100 * 2**10)
-    plan = Plan("auto", 8, probe=probe)
+    plan = planned(probe)
     assert run_step(plan, 2000)[0] == "offload"  # 16 kB a layer, 128 kB in all, and 100 kB are free
 
 
@@ -219,7 +257,7 @@ def test_short_rows_are_not_tiled_on_the_way_down():
 
 def test_auto_stays_where_an_error_has_put_it():
     probe = FakeProbe(usable(14 * GIB + 8 * 1000 * MIB))
-    plan = Plan("auto", 8, probe=probe)
+    plan = planned(probe)
     run_step(plan, 1000)
     plan.step_down()
     assert plan.notch.keep == 7

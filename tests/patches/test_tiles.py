@@ -94,6 +94,27 @@ def test_inside_a_checkpoint_the_recomputation_ends_before_the_tiles():
     assert runs == [False] * 4 + [True] * 4
 
 
+def test_dropout_that_comes_later_is_not_tiled():
+    """An adapter with dropout, added after the patches: tiles would draw other masks in the backward."""
+    torch.manual_seed(0)
+    module = tiled(Gated(torch.float64), 4)
+    module.gate = nn.Sequential(nn.Dropout(0.5), module.gate)
+    x = torch.randn(1, 20, 6, dtype=torch.float64, requires_grad=True)
+
+    def f(x):
+        torch.manual_seed(1)
+        return module(x)
+
+    torch.autograd.gradcheck(f, x)
+    module.eval()
+    plan = module.forward.plan
+    assert plan.tile_for(20, "layer") == 4
+    tiled_out = outcome(module, x)
+    plan.tiles_now = False
+    for name, value in outcome(module, x).items():
+        torch.testing.assert_close(tiled_out[name], value, rtol=1e-12, atol=1e-12)
+
+
 def test_without_gradients_for_the_input():
     torch.manual_seed(0)
     module, x = Gated(torch.float64), torch.randn(1, 20, 6, dtype=torch.float64)

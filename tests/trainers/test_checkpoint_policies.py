@@ -108,7 +108,7 @@ def test_b47_page_locking_that_fails(failing, monkeypatch, caplog):
             raise RuntimeError("CUDA error: out of memory")
 
     original = slab.HostSlab
-    monkeypatch.setattr(offload, "HostSlab", lambda limit, _: original(limit, lock))
+    monkeypatch.setattr(offload, "HostSlab", lambda limit, *_: original(limit, lock))
     monkeypatch.setattr(slab, "PIECE", 1)  # a request for each layer's input
     monkeypatch.setattr(policy, "TILE_FROM", 10**9)
     model = tiny_model("llama", num_hidden_layers=6)
@@ -286,15 +286,20 @@ def test_why_not_elsewhere():
 
 def test_auto_leaves_memory_that_is_not_the_trainers_alone():
     config = PatchConfig()
-    plain = SimpleNamespace(accelerator=SimpleNamespace(distributed_type=DistributedType.NO))
+    one_card = [SimpleNamespace(device=torch.device("cuda", 0))] * 3
+    model = SimpleNamespace(parameters=lambda: one_card)
+    plain = SimpleNamespace(accelerator=SimpleNamespace(distributed_type=DistributedType.NO), model=model)
     assert settle_policy(config, plain) is config
     plain.use_vllm, plain.vllm_mode = True, "server"
     assert settle_policy(config, plain) is config
     plain.vllm_mode = "colocate"
     assert settle_policy(config, plain).checkpoint_policy == "recompute"
     assert settle_policy(PatchConfig(checkpoint_policy="keep"), plain).checkpoint_policy == "keep"
-    sharded = SimpleNamespace(accelerator=SimpleNamespace(distributed_type=DistributedType.FSDP))
+    sharded = SimpleNamespace(accelerator=SimpleNamespace(distributed_type=DistributedType.FSDP), model=model)
     assert settle_policy(config, sharded).checkpoint_policy == "recompute"
+    two_cards = SimpleNamespace(parameters=lambda: [*one_card, SimpleNamespace(device=torch.device("cuda", 1))])
+    split = SimpleNamespace(accelerator=plain.accelerator, model=two_cards)
+    assert settle_policy(config, split).checkpoint_policy == "recompute"
 
 
 def test_the_report_says_what_the_plan_is():

@@ -137,6 +137,73 @@ def test_other_kinds_of_error(error, monkeypatch):
     assert_same(actual, plain("sft"))
 
 
+def test_an_error_without_text(monkeypatch):
+    """As CPython's own."""
+
+    class Silent(MemoryError):
+        def __init__(self, message):
+            super().__init__()
+
+    Faults(0, 1, "backward", error=Silent).install(monkeypatch)
+    _, *actual = run("sft")
+    assert_same(actual, plain("sft"))
+
+
+def test_a_plan_that_is_no_longer_on_the_model_does_nothing(monkeypatch):
+    class Removes(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.patch_report.remove()
+
+    faults = Faults(0, 0, "forward")
+    trainer = make_trainer(
+        unsloth_trl,
+        "llama",
+        gradient_checkpointing=True,
+        trainer_kwargs={"callbacks": [Removes()]},
+        max_steps=2,
+        gradient_accumulation_steps=1,
+    )
+    plan = trainer._plan
+
+    def fail(*args, **kwargs):
+        if trainer.state.global_step == 1:
+            raise faults.error("CUDA out of memory.")
+
+    trainer.model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\.$"):
+        trainer.train()
+    assert len(plan.changes) == 1 and plan.offloader.nbytes == 0
+
+
+def test_an_optimizer_that_steps_in_the_backward(monkeypatch):
+    """Its weights cannot be put back."""
+    original = planning.MicroBatchState.restore
+
+    def restore(self, trainer):
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p: None) for p in trainer.model.parameters() if p.requires_grad
+        ]
+        try:
+            return original(self, trainer)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    monkeypatch.setattr(planning.MicroBatchState, "restore", restore)
+    Faults(0, 0, "forward").install(monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError, match="may have changed weights already") as caught:
+        run("sft")
+    assert any("in counted" in note for note in caught.value.__notes__), "the failing line is lost"
+
+
+def test_what_is_no_memory_is_not_run_again():
+    assert not planning.is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."))
+    assert planning.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes"))
+    assert planning.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not planning.is_out_of_memory(ValueError("out of memory"))
+
+
 def test_other_errors_pass(monkeypatch):
     class Broken(RuntimeError):
         def __init__(self, message):

@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 import gc
+import random
+import traceback
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
-from accelerate.utils.memory import should_reduce_batch_size
 from transformers import TrainerCallback
 
 from ..patches.checkpointing.patch import current_plan, foreign_options
@@ -29,11 +31,14 @@ ADVICE = (
 )
 
 
+_WORDS = ("out of memory", "can't allocate memory")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that device or host memory has run out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or should_reduce_batch_size(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "out of memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def why_not_checkpoint(args: Any, accelerator: Any) -> str | None:
@@ -57,7 +62,11 @@ def settle_policy(config: PatchConfig, trainer: Any) -> PatchConfig:
     colocated = getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "colocate"
     # layers that gather their weights have to do so equally often on all ranks
     sharded = trainer.accelerator.distributed_type == DistributedType.FSDP
-    return dataclasses.replace(config, checkpoint_policy="recompute") if colocated or sharded else config
+    # what is free on one card says nothing of the others
+    cards = {p.device for p in trainer.model.parameters() if p.device.type == "cuda"}
+    if colocated or sharded or len(cards) > 1:
+        return dataclasses.replace(config, checkpoint_policy="recompute")
+    return config
 
 
 def _error(kind: type[Exception], message: str) -> Exception:
@@ -85,6 +94,9 @@ class _Signals(TrainerCallback):
         self.plan.restart()
         warn_of_host_memory(self.plan)
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.plan.before_optimizer_step()
+
     def on_substep_end(self, args, state, control, **kwargs):
         self.has_gradients = True
 
@@ -106,8 +118,8 @@ class MicroBatchState:
     def __init__(self, trainer: Any, inputs: dict[str, Any], has_gradients: bool):
         self.inputs = inputs
         self.device = trainer.args.device
-        self.rng = torch.get_rng_state()
-        self.device_rng = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self.rng, self.python_rng, self.numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self.device_rng = {device: torch.cuda.get_rng_state(device) for device in trainer._cards}
         self.counts = {name: copy.copy(value) for name, value in vars(trainer).items() if _is_number(value)}
         self.counts |= {name: copy.copy(getattr(trainer, name)) for name in trainer._counted}
         self.metrics = {
@@ -131,31 +143,38 @@ class MicroBatchState:
         nbytes = sum(p.grad.numel() * p.grad.element_size() for p in parameters)
         return nbytes <= GRADIENT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
 
-    def restore(self, trainer: Any) -> bool:
+    def restore(self, trainer: Any) -> str | None:
         """
         Put everything back.
 
         Returns:
-            `bool`: Whether it could be: large gradients of earlier micro-batches are lost once the backward has added
-            to them.
+            `str`, *optional*: Why that cannot be done.
         """
-        for parameter in trainer.model.parameters():
+        parameters = list(trainer.model.parameters())
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+            return "An optimizer that steps during the backward may have changed weights already"
+        for parameter in parameters:
             if parameter in self.gradients:
-                parameter.grad = self.gradients[parameter].clone()
+                if parameter.grad is None:
+                    parameter.grad = self.gradients[parameter].clone()
+                else:
+                    parameter.grad.copy_(self.gradients[parameter])
             elif parameter not in self.versions:
                 parameter.grad = None
             elif parameter.grad is None or parameter.grad._version != self.versions[parameter]:
-                return False
+                return "The gradients of earlier micro-batches are too large to be kept twice"
         torch.set_rng_state(self.rng)
-        if self.device_rng is not None:
-            torch.cuda.set_rng_state(self.device_rng, self.device)
+        random.setstate(self.python_rng)
+        np.random.set_state(self.numpy_rng)
+        for device, state in self.device_rng.items():
+            torch.cuda.set_rng_state(state, device)
         for name, value in self.counts.items():
             setattr(trainer, name, copy.copy(value))
         for mode, metrics in trainer._metrics.items():
             metrics.clear()
             for name, values in self.metrics[mode].items():
                 metrics[name] = list(values)
-        return True
+        return None
 
 
 def _is_number(value: Any) -> bool:
@@ -175,12 +194,17 @@ class MemoryPlanning:
     _state: MicroBatchState | None = None
     _again: dict[str, Any] | None = None
     _stepping = False
+    _cards: list[torch.device] = []
 
     def _start_planning(self) -> None:
         if (widened := widen_adapters(self.model, self.args)) is not None:
             self.patch_report.add(widened)
         self._plan = current_plan(base_model(self.model)) if self.args.gradient_checkpointing else None
         if self._plan is not None:
+            self._plan.measures = True
+            self._cards = [d for d in {p.device for p in self.model.parameters()} if d.type == "cuda"]
+            if self.args.device.type == "cuda" and not self._cards:
+                self._cards = [self.args.device]  # the model is moved there later
             if self._num_processes > 1:
                 self._plan.reserve = RESERVE_OF_RANKS
             self._signals = _Signals(self._plan)
@@ -206,13 +230,22 @@ class MemoryPlanning:
                 try:
                     return super().training_step(model, *args, **kwargs)
                 except (RuntimeError, MemoryError) as error:
-                    if self._plan is None or not is_out_of_memory(error):
+                    if not self._can_step_down() or not is_out_of_memory(error):
                         raise
-                    message, kind = str(error).strip().splitlines()[0][:300], type(error)
+                    message = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+                    kind, where = type(error), traceback.format_exc()
                 # after the handler, whose traceback holds the tensors of the failed micro-batch
-                self._step_down(message, kind)
+                try:
+                    self._step_down(message, kind)
+                except (RuntimeError, MemoryError) as error:
+                    error.add_note(f"It ran out of memory here:\n{where}")
+                    raise
         finally:
             self._stepping, self._state, self._again = False, None, None
+
+    def _can_step_down(self) -> bool:
+        """Whether the plan is on the model still: it was removed with the report, or another trainer took over."""
+        return self._plan is not None and current_plan(base_model(self.model)) is self._plan
 
     def _step_down(self, message: str, kind: type[Exception]) -> None:
         """
@@ -231,15 +264,14 @@ class MemoryPlanning:
             )
         if state is None:
             raise _error(kind, f"{message} This was outside of a micro-batch's forward and backward; {ADVICE}.")
-        if not state.restore(self):
-            raise _error(
-                kind,
-                f"{message} The gradients of earlier micro-batches are too large to be kept twice, so this one cannot "
-                f"be run again; set checkpoint_policy='offload', or {ADVICE}.",
-            )
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        if (reason := state.restore(self)) is not None:
+            raise _error(
+                kind,
+                f"{message} {reason}, so this one cannot be run again; set checkpoint_policy='offload', or {ADVICE}.",
+            )
         if not plan.step_down():
             raise _error(kind, f"{message} The checkpoint plan has no lower setting; {ADVICE}.")
         self._again = state.inputs

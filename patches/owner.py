@@ -1,0 +1,34 @@
+"""Objects that stand in for a method of one module."""
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Owned(Generic[M]):
+    """
+    Base of what a module has as an attribute of its own and what refers back to it.
+
+    The reference is weak, so that the module goes with the last reference to it and not with the next garbage
+    collection. A copy of the module, or an unpickled one, has a copy of this that refers to the copy.
+
+    Args:
+        owner (`nn.Module`): The module.
+    """
+
+    def __init__(self, owner: M):
+        self._owner = weakref.ref(owner)
+
+    @property
+    def owner(self) -> M:
+        return self._owner()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_owner": self.owner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"_owner": weakref.ref(state["_owner"])})
