@@ -142,6 +142,16 @@ def _fails_at(failing):
     return lock
 
 
+def test_a_page_lock_that_is_refused_leaves_no_error_behind():
+    """CUDA keeps the last error, and the launch of the next kernel would raise it."""
+    buffer = torch.empty(2**20, dtype=torch.uint8)
+    slab.page_lock(buffer)
+    with pytest.raises(RuntimeError, match="CUDA error 712"):  # it is locked already
+        slab.page_lock(buffer)
+    assert (torch.ones(4, device="cuda") + 1).sum().item() == 8
+    slab.page_unlock(buffer, torch.device("cuda", 0))
+
+
 def test_tiles_are_as_exact(monkeypatch):
     monkeypatch.setattr(policy, "TILE", 256)
     monkeypatch.setattr(policy, "TILE_FROM", 512)
