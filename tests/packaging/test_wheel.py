@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -55,8 +54,7 @@ def linkless_checkout(checkout, tmp_path_factory):
 def unpacked_sdist(checkout, tmp_path_factory):
     sdist = build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
     folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)  # tarfile's filter= is not in every Python 3.11
     return folder / f"unsloth_trl-{__version__}"
 
 
