@@ -39,7 +39,7 @@ from record import provenance
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from unsloth_trl import SFTConfig, SFTTrainer
-from unsloth_trl.patches.checkpointing.policy import Notch
+from unsloth_trl.patches.checkpointing.settings import Notch
 
 
 limit_memory(a.vram)

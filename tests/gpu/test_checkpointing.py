@@ -13,7 +13,7 @@ from tests.tiny import lora_config
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.checkpointing import offload, policy, slab
 from unsloth_trl.patches.checkpointing.patch import current_plan
-from unsloth_trl.patches.checkpointing.policy import Notch
+from unsloth_trl.patches.checkpointing.settings import Notch
 from unsloth_trl.patches.layout import PackedLayout
 from unsloth_trl.patches.registry import base_model
 

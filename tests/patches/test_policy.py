@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from unsloth_trl.patches.checkpointing import policy
-from unsloth_trl.patches.checkpointing.policy import LEAST_RESERVE, Measured, Notch, Plan, choose
+from unsloth_trl.patches.checkpointing.policy import Plan
+from unsloth_trl.patches.checkpointing.settings import LEAST_RESERVE, RESERVE, Measured, Notch, choose
 
 
 MIB = 2**20
@@ -29,9 +30,7 @@ def measured(**kwargs):
 
 def usable(nbytes):
     """Usable memory of which `nbytes` are left after the reserve."""
-    return (
-        round(nbytes / (1 - policy.RESERVE)) + 1 if nbytes * policy.RESERVE > LEAST_RESERVE else nbytes + LEAST_RESERVE
-    )
+    return round(nbytes / (1 - RESERVE)) + 1 if nbytes * RESERVE > LEAST_RESERVE else nbytes + LEAST_RESERVE
 
 
 FAST, SLOW = 10 * GIB, 10 * MIB  # 50 MiB take 5 ms, half of a layer's forward, or 5 s

@@ -12,7 +12,8 @@ from tests.tiny import lora_config, tiny_model
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.checkpointing import policy, tiles
 from unsloth_trl.patches.checkpointing.patch import current_plan
-from unsloth_trl.patches.checkpointing.policy import Notch, Plan
+from unsloth_trl.patches.checkpointing.policy import Plan
+from unsloth_trl.patches.checkpointing.settings import Notch
 from unsloth_trl.patches.checkpointing.tiles import TiledForward, tileable
 from unsloth_trl.patches.registry import base_model
 

@@ -12,7 +12,7 @@ from tests.tiny import tiny_model
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.checkpointing import offload, policy
 from unsloth_trl.patches.checkpointing.patch import current_plan
-from unsloth_trl.patches.checkpointing.policy import Notch
+from unsloth_trl.patches.checkpointing.settings import Notch
 
 
 def gradients(policy_name: str, tile: int) -> dict[str, torch.Tensor]:

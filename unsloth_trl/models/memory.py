@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..patches.checkpointing.policy import ON_DEVICE, TILE, TILE_FROM, Measured, Notch, choose
+from ..patches.checkpointing.policy import ON_DEVICE, TILE, TILE_FROM
+from ..patches.checkpointing.settings import Measured, Notch, choose
 from ..patches.config import CheckpointPolicy
 from .cards import Card
 from .memory_terms import (

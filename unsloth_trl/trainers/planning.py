@@ -14,7 +14,8 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from ..patches.checkpointing.patch import current_plan, foreign_options
-from ..patches.checkpointing.policy import RESERVE_OF_RANKS, Plan
+from ..patches.checkpointing.policy import Plan
+from ..patches.checkpointing.settings import RESERVE_OF_RANKS
 from ..patches.config import PatchConfig
 from ..patches.registry import base_model
 from .construction import widen_adapters
