@@ -1,13 +1,14 @@
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from unsloth_trl import cli, doctor, versions
 from unsloth_trl.doctor import PINNED_BYTES, Copies, Gpu, Probes, findings, run_doctor
-from unsloth_trl.patches.checkpointing import slab
+from unsloth_trl.patches.checkpointing import memory
 from unsloth_trl.patches.checkpointing.ram import HostMemory
 
 
@@ -200,14 +201,21 @@ def test_host_memory_is_really_allocated(monkeypatch):
 
 def test_a_locked_buffer_is_unlocked_again(monkeypatch):
     """With a GPU that fails after the lock: the buffer is given back all the same."""
-    calls = []
+    lock, unlock = (create_autospec(f) for f in (memory.page_lock, memory.page_unlock))  # called as they can be
+    empty = torch.empty
+
+    def none_on_a_device(*shape, device=None, **kwargs):
+        return empty(*shape, **kwargs) if device is None else refuse_anything()
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(slab, "page_lock", lambda buffer: calls.append(("lock", buffer.numel())))
-    monkeypatch.setattr(slab, "page_unlock", lambda buffer: calls.append(("unlock", buffer.numel())))
-    monkeypatch.setattr(torch, "empty_like", refuse_anything)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(memory, "page_lock", lock)
+    monkeypatch.setattr(memory, "page_unlock", unlock)
+    monkeypatch.setattr(torch, "empty", none_on_a_device)
     with pytest.raises(RuntimeError, match="no device"):
         doctor.page_lock_and_copy(2**20)
-    assert calls == [("lock", 2**20), ("unlock", 2**20)]
+    assert [call.args[0].numel() for call in (*lock.mock_calls, *unlock.mock_calls)] == [2**20, 2**20]
+    assert unlock.mock_calls[0].args[1] == torch.device("cuda", 0)
 
 
 def refuse_anything(*args, **kwargs):

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -139,7 +138,7 @@ def available_memory() -> "HostMemory":
 
 def page_lock_and_copy(nbytes: int) -> Copies | None:
     """
-    Allocate and fill host memory; with a GPU also page-lock it and time a copy in each direction.
+    Allocate and fill host memory; with a GPU page-lock it and time a copy in each direction.
 
     Returns:
         `Copies`, or `None` without a GPU.
@@ -149,27 +148,12 @@ def page_lock_and_copy(nbytes: int) -> Copies | None:
     """
     import torch
 
-    from .patches.checkpointing.slab import page_lock, page_unlock
+    from .patches.checkpointing.memory import copy_speeds
 
-    host = torch.empty(nbytes, dtype=torch.uint8).fill_(1)  # memory that is not written to is not there yet
-    if not torch.cuda.is_available():
-        return None
-    page_lock(host)
-    try:
-        device = torch.empty_like(host, device="cuda")
-
-        def speed(target: torch.Tensor, source: torch.Tensor) -> float:
-            target.copy_(source, non_blocking=True)  # the first copy sets up
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            return nbytes / (time.perf_counter() - start)
-
-        to_device = speed(device, host)
-        return Copies(speed(host, device), to_device)
-    finally:
-        page_unlock(host)
+    if torch.cuda.is_available():
+        return Copies(*copy_speeds(torch.device("cuda", torch.cuda.current_device()), nbytes))
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)  # memory that is not written to is not there yet
+    return None
 
 
 @dataclass(frozen=True)

@@ -59,32 +59,48 @@ class Probe:
 
     def bandwidth(self) -> float:
         """Bytes per second of a copy to page-locked memory, measured once; 0 if there is none."""
-        return _bandwidth(self.device) if self.is_cuda else 0.0
+        if not self.is_cuda:
+            return 0.0
+        if self.device not in _BANDWIDTHS:
+            try:
+                _BANDWIDTHS[self.device], _ = copy_speeds(self.device, 64 * 2**20)
+            except RuntimeError:  # refused, or no memory left: then nothing is offloaded by choice
+                return 0.0
+        return _BANDWIDTHS[self.device]
 
 
 _BANDWIDTHS: dict[torch.device, float] = {}  # of devices, which stay; not of failures, which may pass
 
 
-def _bandwidth(device: torch.device, nbytes: int = 64 * 2**20) -> float:
-    if device in _BANDWIDTHS:
-        return _BANDWIDTHS[device]
+def copy_speeds(device: torch.device, nbytes: int) -> tuple[float, float]:
+    """
+    Page-lock host memory and time a copy in each direction.
+
+    Args:
+        device (`torch.device`): A CUDA device.
+        nbytes (`int`): To lock, and to copy.
+
+    Returns:
+        `tuple[float, float]`: Bytes per second to the host, and to the device.
+
+    Raises:
+        RuntimeError: If the memory cannot be had or the driver refuses to lock it.
+    """
     host = torch.empty(nbytes, dtype=torch.uint8)
+    page_lock(host)
     try:
-        page_lock(host)
-    except RuntimeError:
-        return 0.0
-    try:
-        source = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        host.copy_(source, non_blocking=True)  # the first copy sets up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)
-        start.record(stream)
-        host.copy_(source, non_blocking=True)
-        end.record(stream)
-        end.synchronize()
-        _BANDWIDTHS[device] = nbytes / (start.elapsed_time(end) / 1e3)
-    except torch.OutOfMemoryError:  # then nothing is offloaded by choice
-        return 0.0
+        on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+        def speed(target: torch.Tensor, source: torch.Tensor) -> float:
+            target.copy_(source, non_blocking=True)  # the first copy sets up
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream = torch.cuda.current_stream(device)
+            start.record(stream)
+            target.copy_(source, non_blocking=True)
+            end.record(stream)
+            end.synchronize()
+            return nbytes / (start.elapsed_time(end) / 1e3)
+
+        return speed(host, on_device), speed(on_device, host)
     finally:
         page_unlock(host, device)
-    return _BANDWIDTHS[device]
