@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .offload import HostMemoryError, Offloader, Saved, can_leave
+from .offload import Offloader, Saved, can_leave
 from .policy import Plan
+from .slab import HostMemoryError
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):

@@ -1,5 +1,6 @@
 """Checkpoint policies for models outside transformers: an `accelerate.hooks.ModelHook` on each layer."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,10 +36,8 @@ class CheckpointHook(ModelHook):
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            # keyword arguments go with the function; positional tensors are what is offloaded
-            return self.checkpoint(lambda *tensors: self.forward(*tensors, **kwargs), *args)
-        return self.checkpoint(self.forward, *args)
+        # keyword arguments go with the function; positional tensors are what is offloaded
+        return self.checkpoint(functools.partial(self.forward, **kwargs), *args)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         module._old_forward = self.forward

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from .ram import pinned_limit
-from .slab import HostMemoryError, HostSlab, Slot, page_lock
+from .slab import HostSlab, Slot, page_lock
 
 
 MIN_BYTES = 2**16  # a smaller input is not worth two copies
@@ -262,6 +262,3 @@ def can_leave(tensor: torch.Tensor) -> bool:
     """Whether a saved tensor is a layer input worth moving: no parameter, dense, and not small."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_floating_point()
     return plain and tensor.numel() * tensor.element_size() >= MIN_BYTES
-
-
-__all__ = ["MIN_BYTES", "DeviceMover", "HostMemoryError", "Offloader", "Saved", "can_leave"]

@@ -55,9 +55,12 @@ def foreign_options(options: dict[str, Any] | None) -> str | None:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of the text decoder that can be checkpointed, in the order of the forward."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    decoder = model if decoder is None else decoder
-    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in _decoder(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model if decoder is None else decoder
 
 
 def current_plan(model: PreTrainedModel) -> Plan | None:
@@ -93,8 +96,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     model.gradient_checkpointing_enable = enable
     if any(layer.gradient_checkpointing for layer in layers):
         enable.install()
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    for module, place in tileable(model if decoder is None else decoder, layers):
+    for module, place in tileable(_decoder(model), layers):
         module.forward = TiledForward(module, plan, place)
 
     def undo(model: PreTrainedModel) -> None:

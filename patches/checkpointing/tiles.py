@@ -4,13 +4,12 @@ The method is that of TiledMLP (Arctic Long Sequence Training, arXiv 2506.13996)
 gradients of the weights are returned to autograd, as sums over the tiles in fp32.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..owner import Owned
+from ..owner import OwnForward
 from .policy import Place, Plan
 
 
@@ -62,7 +61,7 @@ class _Tiled(torch.autograd.Function):
             before = watch.probe.allocated() if watch is not None else 0
             # no cache: a cast of a weight kept for the next tile would sum the weight's gradient in low precision
             with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
-                out = ctx.run.whole(x_part)
+                out = ctx.run.before(x_part)
             if watch is not None and not start:
                 watch.tile((watch.probe.allocated() - before) * x.shape[1] // ctx.tile)
             inputs = [x_part, *weights] if wants_x else weights
@@ -82,7 +81,7 @@ class _Tiled(torch.autograd.Function):
         return None, None, None, grad_x, *grad_weights
 
 
-class TiledForward(Owned[nn.Module]):
+class TiledForward(OwnForward[nn.Module]):
     """
     The `forward` of a module that works token by token: in tiles when the plan says so, else its own.
 
@@ -95,13 +94,6 @@ class TiledForward(Owned[nn.Module]):
     def __init__(self, module: nn.Module, plan: Plan, place: Place):
         super().__init__(module)
         self.plan, self.place = plan, place
-        self.inner: Callable | None = module.__dict__.get("forward")
-
-    def whole(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self.owner).forward(self.owner, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].ndim == 3:
@@ -109,7 +101,7 @@ class TiledForward(Owned[nn.Module]):
             # an adapter added since may have brought dropout
             if tile and not (self.owner.training and _has_dropout(self.owner)):
                 return self._tiled(args[0], tile)
-        return self.whole(*args, **kwargs)
+        return self.before(*args, **kwargs)
 
     @torch.compiler.disable
     def _tiled(self, x: torch.Tensor, tile: int) -> torch.Tensor:
@@ -129,7 +121,7 @@ class TiledForward(Owned[nn.Module]):
         out = None
         with torch.no_grad():
             for start in range(0, x.shape[1], tile):
-                part = self.whole(x[:, start : start + tile])
+                part = self.before(x[:, start : start + tile])
                 if out is None:
                     out = part.new_empty(1, x.shape[1], part.shape[-1])
                 out[:, start : start + tile] = part
@@ -181,9 +173,5 @@ def _works_by_token(module: nn.Module) -> bool:
 def remove_tiles(model: nn.Module) -> None:
     """Give every tiled module its own forward back."""
     for module in model.modules():
-        tiled = module.__dict__.get("forward")
-        if isinstance(tiled, TiledForward):
-            if tiled.inner is None:
-                del module.forward
-            else:
-                module.forward = tiled.inner
+        if isinstance(tiled := module.__dict__.get("forward"), TiledForward):
+            tiled.take_off()

@@ -1,6 +1,5 @@
 """Gives a causal model's forward one more keyword, `label_positions`, beside TRL's fused head."""
 
-import functools
 import inspect
 import weakref
 
@@ -11,12 +10,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..config import PatchConfig
-from ..owner import Owned
+from ..owner import OwnForward
 from ..report import PatchEntry
 from .op import labelled_scores
 
 
-class LabelledForward(Owned[PreTrainedModel]):
+class LabelledForward(OwnForward[PreTrainedModel]):
     """
     The `forward` of a patched model.
 
@@ -25,8 +24,7 @@ class LabelledForward(Owned[PreTrainedModel]):
     """
 
     def __init__(self, model: PreTrainedModel):
-        super().__init__(model)
-        self.inner = model.__dict__.get("forward")  # TRL's fused head, if it is there
+        super().__init__(model)  # over TRL's fused head, if it is there
         self.active = True
 
     @property
@@ -36,12 +34,11 @@ class LabelledForward(Owned[PreTrainedModel]):
 
     def __call__(self, *args, label_positions=None, fused_lm_head=False, labels=None, **kwargs):
         if label_positions is None or not (self.active and fused_lm_head):
-            inner = functools.partial(type(self.owner).forward, self.owner) if self.inner is None else self.inner
             if labels is not None:
                 kwargs["labels"] = labels
             if fused_lm_head:
                 kwargs["fused_lm_head"] = True
-            return inner(*args, **kwargs)
+            return self.before(*args, **kwargs)
         return self._score(args, kwargs, labels, label_positions)
 
     def _score(self, args: tuple, kwargs: dict, labels, label_positions) -> FusedCausalLMOutput:
@@ -106,10 +103,8 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         if model.__dict__.get("forward") is not forward:
             # somebody wrapped it since: stay as a plain pass-through inside that wrapper
             forward.active = False
-        elif forward.inner is None:
-            del model.forward
         else:
-            model.forward = forward.inner
+            forward.take_off()
 
     return PatchEntry(
         "lm_head",

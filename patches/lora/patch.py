@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import PatchConfig
-from ..owner import Owned
+from ..owner import OwnForward
 from ..report import PatchEntry
 
 
@@ -35,7 +35,7 @@ def cast_input(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | Non
     return x.to(dtype)
 
 
-class PlainLoraForward(Owned[Linear]):
+class PlainLoraForward(OwnForward[Linear]):
     """
     The `forward` of a patched LoRA layer: PEFT's own for anything but one active, unmerged adapter without dropout.
     """
@@ -47,7 +47,7 @@ class PlainLoraForward(Owned[Linear]):
         # read at every call: an adapter added since may have dropout or a variant
         plain = name in layer.lora_A and name not in layer.lora_variant and _is_identity(layer.lora_dropout[name])
         if args or kwargs or not plain or layer.disable_adapters or layer.merged:
-            return type(layer).forward(layer, x, *args, **kwargs)
+            return self.before(x, *args, **kwargs)
         result = layer.base_layer(x)
         lora_A, lora_B = layer.lora_A[name], layer.lora_B[name]
         product = lora_B(lora_A(layer._cast_input_dtype(x, lora_A.weight.dtype)))
@@ -98,8 +98,8 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         for module in model.modules():
             if module.__dict__.get("_cast_input_dtype") is cast_input:
                 del module._cast_input_dtype
-            if isinstance(module.__dict__.get("forward"), PlainLoraForward):
-                del module.forward
+            if isinstance(forward := module.__dict__.get("forward"), PlainLoraForward):
+                forward.take_off()
 
     rest = f"; {len(plain) - len(layers)} with dropout stay as they are" if len(plain) > len(layers) else ""
     detail = f"no casts that autocast undoes, scaling inside the addition{rest}"
