@@ -79,14 +79,14 @@ class LayerCheckpoint:
         plan = self.plan
         if not torch.is_grad_enabled():
             return function(*args, **_of_the_function(kwargs))
-        with plan.layer(self.index, args) as action:
-            if action == "keep":
-                return function(*args, **_of_the_function(kwargs))
-            function = plan.watched(function)
-            if action == "recompute" and not plan.notch.offload:
-                return torch_checkpoint(function, *args, **(self.options | kwargs))
-            with Offload(plan.offloader, action == "recompute", plan.refused):
-                return torch_checkpoint(function, *args, **(self.options | kwargs))
+        action = plan.layer(self.index, args)
+        if action == "keep":
+            return function(*args, **_of_the_function(kwargs))
+        function = plan.watched(function)
+        if not plan.notch.offload:
+            return torch_checkpoint(function, *args, **(self.options | kwargs))
+        with Offload(plan.offloader, action == "recompute", plan.refused):
+            return torch_checkpoint(function, *args, **(self.options | kwargs))
 
     def torch_checkpoint(self) -> Callable:
         """What transformers would have put in this place."""

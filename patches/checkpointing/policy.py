@@ -75,11 +75,11 @@ class Plan:
         self.notch = Notch(keep, self.policy == "offload", self.staging_buffers)
         self.planned_tokens = 0  # of the longest micro-batch so far
         self.measured: Measured | None = None
-        self.pinned = False  # an out-of-memory error has chosen the setting: auto stays below it
+        self.fixed = False  # by an out-of-memory error, or by hand: auto no longer chooses the setting
         self.tiles_now = False
         self._last_index = self.num_layers  # so that any layer is the first of a forward
         self._refused = False
-        self._watch: _Watch | None = None
+        self.watch: _Watch | None = None  # the measurement under way
         self.changes: list[str] = []
         self.offloader.set_staging_buffers(self.staging_buffers)
         if not self.notch.offload:
@@ -114,23 +114,19 @@ class Plan:
             return "offload"
         return "recompute"
 
-    @contextlib.contextmanager
-    def layer(self, index: int, args: tuple) -> Iterator[Action]:
-        """Around a layer's forward; what to do with it."""
+    def layer(self, index: int, args: tuple) -> Action:
+        """A layer's forward begins; what to do with it."""
         first = index <= self._last_index
         if first:
             self._begin(args)
         self._last_index = index
         if self.notch.offload:
             self.offloader.next_layer(first)
-        action = self._action(index)
-        self.tiles_now = False
-        yield action
-        self.tiles_now = False
+        return self._action(index)
 
     def watched(self, function: Callable) -> Callable:
         """`function` of a checkpointed layer: in tiles if the plan says so, and measured if it does not know yet."""
-        tiles, watch = bool(self.notch.tile), self._watch
+        tiles, watch = bool(self.notch.tile), self.watch
         if watch is None and not tiles:
             return function
         return _Checkpointed(self, function, tiles, None if watch is None else watch.layer())
@@ -144,17 +140,20 @@ class Plan:
             self._probe = Probe(hidden.device)
         if tokens > self.planned_tokens:
             self._longer(tokens, hidden)
-        if self._watch is not None:
-            self._watch.begin(tokens)
+        if self.notch.offload:
+            nbytes = hidden.numel() * hidden.element_size()
+            self.offloader.reserve(hidden.device, nbytes, self.actions.count("offload"))
+        if self.watch is not None:
+            self.watch.begin(tokens)
 
     def _longer(self, tokens: int, hidden: torch.Tensor) -> None:
         """A micro-batch with more tokens than any before: plan for it before it runs."""
         self.planned_tokens = tokens
         tile = TILE if tokens >= TILE_FROM else 0
-        if self.pinned:
+        if self.fixed:
             tile = self.notch.tile or tile
         notch, why = replace(self.notch, tile=tile), f"micro-batches of {tokens} tokens"
-        if self.policy == "auto" and self.measures and not self.pinned:
+        if self.policy == "auto" and self.measures and not self.fixed:
             nbytes = hidden.numel() * hidden.element_size()
             if self.measured is None:
                 large = nbytes * self.num_layers > LARGE * self._probe.free()
@@ -164,11 +163,8 @@ class Plan:
                 why += f", {expected}"
             if self._probe.is_cuda:
                 # measured until the optimizer has stepped, which allocates its state in the first step
-                self._watch = _Watch(self._probe, nbytes, notch)
+                self.watch = _Watch(self._probe, nbytes, notch)
         self._set(notch, why)
-        if self.notch.offload:
-            count = self.actions.count("offload")
-            self.offloader.reserve(hidden.device, hidden.numel() * hidden.element_size(), count)
 
     def _choose(self, measured: Measured, tile: int) -> tuple[Notch, str]:
         """The setting for what was measured, and what it is expected to need."""
@@ -181,16 +177,16 @@ class Plan:
 
     def before_optimizer_step(self) -> None:
         """The trainer's sign that all micro-batches of a step are over."""
-        if self._watch is not None:
-            self._watch.end()
+        if self.watch is not None:
+            self.watch.end()
 
     def after_optimizer_step(self) -> None:
         """The trainer's sign that a whole step has been seen: `"auto"` plans from what it needed."""
-        watch, self._watch = self._watch, None
+        watch, self.watch = self.watch, None
         if watch is None or (measured := watch.result(self.notch)) is None:
             return
         self.measured = measured
-        if not self.pinned:
+        if not self.fixed:
             notch, expected = self._choose(measured, self.notch.tile)
             self._set(notch, f"measured on {measured.tokens} tokens, {expected}")
 
@@ -201,11 +197,11 @@ class Plan:
         Returns:
             `bool`: Whether there was a lower setting.
         """
-        self._watch = None
+        self.watch = None
         lower = next(self._lower(), None)
         if lower is None:
             return False
-        self.pinned = True
+        self.fixed = True
         self._set(lower, "out of memory", logger.warning)
         return True
 
@@ -243,18 +239,9 @@ class Plan:
             tile = self.notch.tile if self.tiles_now and (place == "layer" or self.notch.projections) else 0
         return tile if tile < tokens else 0
 
-    def layers_are_over(self) -> None:
-        """Memory of the last offloaded inputs is wanted for the head."""
-        self.offloader.let_go()
-
-    @property
-    def watch(self) -> "_Watch | None":
-        """The measurement under way."""
-        return self._watch
-
     def use(self, notch: Notch) -> None:
         """Take this setting from the next forward on, and leave it there."""
-        self.pinned, self._watch = True, None
+        self.fixed, self.watch = True, None
         self._set(notch, "set by hand")
 
     def refused(self, error: Exception) -> None:
@@ -354,7 +341,6 @@ class _LayerWatch:
         if self.runs:
             self.watch.num_runs += 1
             self.watch.kept = max(self.watch.kept, self.watch.probe.allocated() - self.before)
-        else:
-            if len(self.watch.times) < MOST_TIMES:
-                self.watch.times.append((self.start, self.watch.probe.mark()))
+        elif len(self.watch.times) < MOST_TIMES:
+            self.watch.times.append((self.start, self.watch.probe.mark()))
         self.runs += 1

@@ -106,7 +106,7 @@ class TiledForward(OwnForward[nn.Module]):
     @torch.compiler.disable
     def _tiled(self, x: torch.Tensor, tile: int) -> torch.Tensor:
         if self.place == "outside":
-            self.plan.layers_are_over()
+            self.plan.offloader.let_go()  # the head wants the memory of the last inputs
         flat = x.reshape(1, -1, x.shape[-1])
         if torch.is_grad_enabled():
             weights = [p for p in self.owner.parameters() if p.requires_grad]

@@ -76,7 +76,7 @@ def test_auto_keeps_what_fits():
     tight = make(room / 2**30)
     tight.train()
     kept = tight._plan.notch.keep
-    assert 1 <= kept < LAYERS and not tight._plan.pinned, tight._plan.changes
+    assert 1 <= kept < LAYERS and not tight._plan.fixed, tight._plan.changes
     assert losses(tight) == pytest.approx(losses(roomy), rel=1e-3)
 
 

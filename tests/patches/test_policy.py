@@ -127,13 +127,13 @@ def run_step(plan, tokens, kept=1000 * MIB):
     hidden = torch.zeros(1, tokens, 2)
     actions, second_runs = [], []
     for index in range(plan.num_layers):
-        with plan.layer(index, (hidden,)) as action:
-            actions.append(action)
-            if action != "keep":
-                function = plan.watched(lambda: setattr(plan._probe, "now", plan._probe.now + plan.grows))
-                plan.grows = 0
-                function()
-                second_runs.append(function)
+        action = plan.layer(index, (hidden,))
+        actions.append(action)
+        if action != "keep":
+            function = plan.watched(lambda: setattr(plan._probe, "now", plan._probe.now + plan.grows))
+            plan.grows = 0
+            function()
+            second_runs.append(function)
     for function in reversed(second_runs):
         plan.grows = kept
         function()
@@ -209,8 +209,7 @@ def test_on_a_cpu_nothing_is_planned():
     hidden = torch.zeros(1, 10, 2)
     for _ in range(2):
         for index in range(4):
-            with plan.layer(index, (hidden,)) as action:
-                assert action == "recompute"
+            assert plan.layer(index, (hidden,)) == "recompute"
         plan.after_optimizer_step()
     assert plan.changes == ["Checkpoint plan (micro-batches of 10 tokens): 4 recompute from inputs on the device."]
 
