@@ -7,7 +7,7 @@ backward frees them first. None of the three changes a number.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,18 +16,13 @@ import torch
 from ..config import CheckpointPolicy
 from .memory import Probe
 from .offload import Offloader
-from .settings import RESERVE, Measured, Notch, choose, expected_peak
+from .settings import RESERVE, Action, Measured, Notch, choose, expected_peak, tile_of
 
 
 logger = logging.getLogger(__name__)
 
-Action = Literal["keep", "recompute", "offload"]
 Place = Literal["layer", "projection", "outside"]
 
-ON_DEVICE = 2  # the last layers' inputs are the first that the backward needs: they stay
-TILE = 8192  # tokens; products of this many rows are as fast as longer ones
-TILE_FROM = 4 * TILE  # tokens of a row from which on it is cut into tiles
-SMALLEST_TILE = 1024
 LARGE = 0.3  # of the free memory: more than this for all layer inputs, and the first step offloads them
 MOST_TIMES = 64  # layers whose forward is timed
 
@@ -71,8 +66,7 @@ class Plan:
 
     def restart(self) -> None:
         """A training run begins, perhaps with smaller batches than the one before: nothing is known of it."""
-        keep = self.num_layers if self.policy == "keep" else 0
-        self.notch = Notch(keep, self.policy == "offload", self.staging_buffers)
+        self.notch = Notch.of_policy(self.policy, self.num_layers, self.staging_buffers)
         self.planned_tokens = 0  # of the longest micro-batch so far
         self.measured: Measured | None = None
         self.fixed = False  # by an out-of-memory error, or by hand: auto no longer chooses the setting
@@ -102,17 +96,7 @@ class Plan:
     @property
     def actions(self) -> list[Action]:
         """What happens to each layer now, in the order of the forward."""
-        return [self._action(i) for i in range(self.num_layers)]
-
-    def _action(self, index: int) -> Action:
-        first_kept = self.num_layers - self.notch.keep
-        if index >= first_kept:
-            return "keep"
-        # in long rows an input is large and the head takes long enough for its copies
-        stay = 0 if self.notch.keep or self.notch.tile else ON_DEVICE
-        if self.notch.offload and index < first_kept - stay:
-            return "offload"
-        return "recompute"
+        return self.notch.actions(self.num_layers)
 
     def layer(self, index: int, args: tuple) -> Action:
         """A layer's forward begins; what to do with it."""
@@ -122,7 +106,7 @@ class Plan:
         self._last_index = index
         if self.notch.offload:
             self.offloader.next_layer(first)
-        return self._action(index)
+        return self.actions[index]
 
     def watched(self, function: Callable) -> Callable:
         """`function` of a checkpointed layer: in tiles if the plan says so, and measured if it does not know yet."""
@@ -149,7 +133,7 @@ class Plan:
     def _longer(self, tokens: int, hidden: torch.Tensor) -> None:
         """A micro-batch with more tokens than any before: plan for it before it runs."""
         self.planned_tokens = tokens
-        tile = TILE if tokens >= TILE_FROM else 0
+        tile = tile_of(tokens)
         if self.fixed:
             tile = self.notch.tile or tile
         notch, why = replace(self.notch, tile=tile), f"micro-batches of {tokens} tokens"
@@ -198,30 +182,12 @@ class Plan:
             `bool`: Whether there was a lower setting.
         """
         self.watch = None
-        lower = next(self._lower(), None)
+        lower = next(self.notch.lower(self.num_layers, self.planned_tokens, not self._refused), None)
         if lower is None:
             return False
         self.fixed = True
         self._set(lower, "out of memory", logger.warning)
         return True
-
-    def _lower(self) -> Iterator[Notch]:
-        """Settings that need less memory, the one that costs the least time first."""
-        notch = self.notch
-        if notch.keep:
-            yield replace(notch, keep=max(0, notch.keep - max(1, self.num_layers // 8)))
-        if not notch.offload and not self._refused:
-            yield replace(notch, offload=True)
-        tile = notch.tile // 2 if notch.tile else min(TILE, self.planned_tokens // 2)
-        can_tile = SMALLEST_TILE <= tile < self.planned_tokens
-        if can_tile and (not notch.tile or notch.tile >= TILE):
-            yield replace(notch, tile=tile)
-        if notch.offload and notch.staging > 1:
-            yield replace(notch, staging=1)
-        if notch.tile and not notch.projections:
-            yield replace(notch, projections=True)
-        if can_tile:
-            yield replace(notch, tile=tile)
 
     def tile_for(self, tokens: int, place: Place) -> int:
         """
@@ -232,7 +198,7 @@ class Plan:
             place (`str`): `"layer"`, `"projection"`, or `"outside"` of the layers, which checkpoint themselves.
         """
         if not torch.is_grad_enabled():
-            tile = TILE if tokens >= TILE_FROM else 0
+            tile = tile_of(tokens)
         elif place == "outside":
             tile = self.notch.tile
         else:

@@ -1,11 +1,24 @@
 """The settings of a plan, and the one that makes the most of a card's memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
+
+Action = Literal["keep", "recompute", "offload"]
 
 RESERVE = 0.05  # of the usable memory is never planned with
 RESERVE_OF_RANKS = 0.15  # where an out-of-memory error on one rank ends the run of all
 LEAST_RESERVE = 512 * 2**20  # bytes
+ON_DEVICE = 2  # the last layers' inputs are the first that the backward needs: they stay
+TILE = 8192  # tokens; products of this many rows are as fast as longer ones
+TILE_FROM = 4 * TILE  # tokens of a row from which on it is cut into tiles
+SMALLEST_TILE = 1024
+
+
+def tile_of(tokens: int) -> int:
+    """Tokens per tile of a row of `tokens`, 0 for none."""
+    return TILE if tokens >= TILE_FROM else 0
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,36 @@ class Notch:
     staging: int = 2
     tile: int = 0
     projections: bool = False
+
+    @classmethod
+    def of_policy(cls, policy: str, num_layers: int, staging: int, tile: int = 0) -> "Notch":
+        """Where a policy starts; `"auto"` as `"recompute"`, before anything is known."""
+        return cls(num_layers if policy == "keep" else 0, policy == "offload", staging, tile)
+
+    def actions(self, num_layers: int) -> list[Action]:
+        """What happens to each layer, in the order of the forward."""
+        checkpointed = num_layers - self.keep
+        # in long rows an input is large and the head takes long enough for its copies
+        stay = 0 if self.keep or self.tile else ON_DEVICE
+        offloaded = max(0, checkpointed - stay) if self.offload else 0
+        return ["offload"] * offloaded + ["recompute"] * (checkpointed - offloaded) + ["keep"] * self.keep
+
+    def lower(self, num_layers: int, tokens: int, can_offload: bool) -> "Iterator[Notch]":
+        """Settings that need less memory for rows of `tokens`, the one that costs the least time first."""
+        if self.keep:
+            yield replace(self, keep=max(0, self.keep - max(1, num_layers // 8)))
+        if not self.offload and can_offload:
+            yield replace(self, offload=True)
+        tile = self.tile // 2 if self.tile else min(TILE, tokens // 2)
+        can_tile = SMALLEST_TILE <= tile < tokens
+        if can_tile and (not self.tile or self.tile >= TILE):
+            yield replace(self, tile=tile)
+        if self.offload and self.staging > 1:
+            yield replace(self, staging=1)
+        if self.tile and not self.projections:
+            yield replace(self, projections=True)
+        if can_tile:
+            yield replace(self, tile=tile)
 
     def describe(self, num_layers: int) -> str:
         rest = num_layers - self.keep

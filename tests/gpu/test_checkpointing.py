@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import lora_config
 from unsloth_trl import PatchConfig, apply_patches
-from unsloth_trl.patches.checkpointing import offload, policy, slab
+from unsloth_trl.patches.checkpointing import offload, settings, slab
 from unsloth_trl.patches.checkpointing.patch import current_plan
 from unsloth_trl.patches.checkpointing.settings import Notch
 from unsloth_trl.patches.layout import PackedLayout
@@ -123,7 +123,7 @@ def test_pinning_that_fails(monkeypatch, failing):
     model, plan = build("recompute")
     expected = step(model, 0)
     monkeypatch.setattr(slab, "PIECE", 1)  # a request for each input
-    monkeypatch.setattr(policy, "ON_DEVICE", 0)
+    monkeypatch.setattr(settings, "ON_DEVICE", 0)
     monkeypatch.setattr(offload, "page_lock", _fails_at(failing))
     plan.use(Notch(offload=True))
     assert_same_bits(step(model, 0), expected)
@@ -154,8 +154,8 @@ def test_a_page_lock_that_is_refused_leaves_no_error_behind():
 
 
 def test_tiles_are_as_exact(monkeypatch):
-    monkeypatch.setattr(policy, "TILE", 256)
-    monkeypatch.setattr(policy, "TILE_FROM", 512)
+    monkeypatch.setattr(settings, "TILE", 256)
+    monkeypatch.setattr(settings, "TILE_FROM", 512)
     model, _ = build("keep")
     expected = step(model, 0)
     model, plan = build("offload")
@@ -174,7 +174,7 @@ def test_tiles_need_less_memory(monkeypatch):
         model, plan = build("recompute", intermediate=4096)
         step(model, 0, [8])
         plan.use(Notch(tile=tile))
-        monkeypatch.setattr(policy, "TILE_FROM", 10**9)
+        monkeypatch.setattr(settings, "TILE_FROM", 10**9)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)

@@ -17,8 +17,7 @@ from unsloth_trl.models.memory import MemoryEstimate, estimate_memory, read_conf
 from unsloth_trl.models.memory_terms import Training, adapter_sizes, nf4_bytes, read_shape, saved_per_token
 from unsloth_trl.patches.attention import patch as attention
 from unsloth_trl.patches.checkpointing.patch import decoder_layers
-from unsloth_trl.patches.checkpointing.policy import TILE, TILE_FROM
-from unsloth_trl.patches.checkpointing.settings import Notch
+from unsloth_trl.patches.checkpointing.settings import TILE, TILE_FROM, Notch
 from unsloth_trl.patches.lm_head.op import VOCAB_CHUNK
 from unsloth_trl.patches.registry import base_model
 

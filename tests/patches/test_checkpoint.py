@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.tiny import tiny_model
 from unsloth_trl import PatchConfig, apply_patches
-from unsloth_trl.patches.checkpointing import offload, policy, slab
+from unsloth_trl.patches.checkpointing import offload, settings, slab
 from unsloth_trl.patches.checkpointing.checkpoint import LayerCheckpoint, Offload
 from unsloth_trl.patches.checkpointing.hook import _hooks, add_checkpointing, remove_checkpointing
 from unsloth_trl.patches.checkpointing.offload import Offloader
@@ -26,7 +26,7 @@ POLICIES = ["keep", "recompute", "offload"]
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
-    monkeypatch.setattr(policy, "ON_DEVICE", 0)
+    monkeypatch.setattr(settings, "ON_DEVICE", 0)
     monkeypatch.setattr(slab, "STEP", 1024)
 
 

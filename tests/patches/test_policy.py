@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from unsloth_trl.patches.checkpointing import policy
+from unsloth_trl.patches.checkpointing import settings
 from unsloth_trl.patches.checkpointing.policy import Plan
 from unsloth_trl.patches.checkpointing.settings import LEAST_RESERVE, RESERVE, Measured, Notch, choose
 
@@ -234,12 +234,12 @@ def test_the_way_down():
     assert seen[8] == Notch(offload=True)
     tiled = {"offload": True, "staging": 1, "projections": True}
     assert seen[9:] == [
-        Notch(offload=True, tile=policy.TILE),
-        Notch(offload=True, tile=policy.TILE // 2),
-        Notch(offload=True, tile=policy.TILE // 2, staging=1),
-        Notch(tile=policy.TILE // 2, **tiled),
-        Notch(tile=policy.TILE // 4, **tiled),
-        Notch(tile=policy.SMALLEST_TILE, **tiled),
+        Notch(offload=True, tile=settings.TILE),
+        Notch(offload=True, tile=settings.TILE // 2),
+        Notch(offload=True, tile=settings.TILE // 2, staging=1),
+        Notch(tile=settings.TILE // 2, **tiled),
+        Notch(tile=settings.TILE // 4, **tiled),
+        Notch(tile=settings.SMALLEST_TILE, **tiled),
     ]
     assert all("out of memory" in line for line in plan.changes)
     plan.restart()
@@ -288,4 +288,4 @@ def test_tiles(where):
     assert plan.tile_for(9, where) == (0 if where == "projection" else 8)
     with torch.no_grad():
         assert plan.tile_for(9, where) == 0
-        assert plan.tile_for(policy.TILE_FROM, where) == policy.TILE
+        assert plan.tile_for(settings.TILE_FROM, where) == settings.TILE

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.tiny import lora_config, tiny_model
 from unsloth_trl import PatchConfig, apply_patches
-from unsloth_trl.patches.checkpointing import policy, tiles
+from unsloth_trl.patches.checkpointing import settings, tiles
 from unsloth_trl.patches.checkpointing.patch import current_plan
 from unsloth_trl.patches.checkpointing.policy import Plan
 from unsloth_trl.patches.checkpointing.settings import Notch
@@ -187,8 +187,8 @@ TOKENS, VOCAB, WIDE = 1024, 70_000, 512
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_largest_tensor_of_a_long_row(lora, monkeypatch):
     """Nothing of tokens x vocabulary, tokens x tokens or tokens x intermediate, beyond a tile."""
-    monkeypatch.setattr(policy, "TILE", 128)
-    monkeypatch.setattr(policy, "TILE_FROM", 512)
+    monkeypatch.setattr(settings, "TILE", 128)
+    monkeypatch.setattr(settings, "TILE_FROM", 512)
     model = tiny_model("llama", vocab_size=VOCAB, intermediate_size=WIDE, max_position_embeddings=4096)
     hidden = model.config.hidden_size
     if lora:

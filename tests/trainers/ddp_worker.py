@@ -10,7 +10,7 @@ import trl
 import unsloth_trl
 from tests.numerics import run_sft
 from tests.trainers.grpo_runs import run_oracle, run_ours
-from unsloth_trl.patches.checkpointing import offload, policy
+from unsloth_trl.patches.checkpointing import offload, settings
 
 
 RUNS = {
@@ -22,7 +22,7 @@ RUNS = {
 
 
 def main(cases_file: str, folder: str) -> None:
-    offload.MIN_BYTES, policy.ON_DEVICE = 1, 0  # everything that can leaves
+    offload.MIN_BYTES, settings.ON_DEVICE = 1, 0  # everything that can leaves
     results = {}
     for name, case in torch.load(cases_file, weights_only=False).items():
         train = RUNS[case.pop("task", "sft"), case.pop("library")]

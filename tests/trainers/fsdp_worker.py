@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.tiny import tiny_model
 from unsloth_trl import PatchConfig, apply_patches
-from unsloth_trl.patches.checkpointing import offload, policy
+from unsloth_trl.patches.checkpointing import offload, settings
 from unsloth_trl.patches.checkpointing.patch import current_plan
 from unsloth_trl.patches.checkpointing.settings import Notch
 
@@ -33,7 +33,7 @@ def gradients(policy_name: str, tile: int) -> dict[str, torch.Tensor]:
 
 
 def main(folder: str) -> None:
-    offload.MIN_BYTES, policy.ON_DEVICE = 1, 0
+    offload.MIN_BYTES, settings.ON_DEVICE = 1, 0
     dist.init_process_group("gloo")
     results = {}
     for policy_name in ("keep", "recompute", "offload"):

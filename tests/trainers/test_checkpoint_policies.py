@@ -15,7 +15,7 @@ from tests.numerics import assert_logs_close, assert_updates_close, make_trainer
 from tests.tiny import tiny_model
 from tests.trainers.grpo_runs import make_grpo, run_ours
 from unsloth_trl import PatchConfig
-from unsloth_trl.patches.checkpointing import offload, policy, slab
+from unsloth_trl.patches.checkpointing import offload, settings, slab
 from unsloth_trl.trainers.planning import settle_policy, why_not_checkpoint
 
 
@@ -27,7 +27,7 @@ LAYERS = {"num_hidden_layers": 3}
 @pytest.fixture(autouse=True)
 def everything_leaves(monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
-    monkeypatch.setattr(policy, "ON_DEVICE", 0)
+    monkeypatch.setattr(settings, "ON_DEVICE", 0)
     monkeypatch.setattr(slab, "STEP", 1024)
 
 
@@ -110,7 +110,7 @@ def test_b47_page_locking_that_fails(failing, monkeypatch, caplog):
     original = slab.HostSlab
     monkeypatch.setattr(offload, "HostSlab", lambda limit, *_: original(limit, lock))
     monkeypatch.setattr(slab, "PIECE", 1)  # a request for each layer's input
-    monkeypatch.setattr(policy, "TILE_FROM", 10**9)
+    monkeypatch.setattr(settings, "TILE_FROM", 10**9)
     model = tiny_model("llama", num_hidden_layers=6)
     expected = run_sft(unsloth_trl, "llama", model=copy.deepcopy(model), packing=True, gradient_checkpointing=False)
     run = run_sft(
@@ -205,8 +205,8 @@ def test_evaluation_and_generation_between_micro_batches(policy_name):
 
 
 def test_tiles_through_the_trainers(monkeypatch):
-    monkeypatch.setattr(policy, "TILE", 8)
-    monkeypatch.setattr(policy, "TILE_FROM", 16)
+    monkeypatch.setattr(settings, "TILE", 8)
+    monkeypatch.setattr(settings, "TILE_FROM", 16)
     for name in ("llama-packed-lora", "tied", "per-layer-embeddings"):
         run = sft(name, "offload")
         assert run.trainer._plan.notch.tile == 8

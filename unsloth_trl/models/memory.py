@@ -7,9 +7,8 @@ from typing import Literal, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..patches.checkpointing.policy import ON_DEVICE, TILE, TILE_FROM
-from ..patches.checkpointing.settings import Measured, Notch, choose
-from ..patches.config import CheckpointPolicy
+from ..patches.checkpointing.settings import Measured, Notch, choose, tile_of
+from ..patches.config import CheckpointPolicy, PatchConfig
 from .cards import Card
 from .memory_terms import (
     FLOAT,
@@ -267,10 +266,9 @@ def estimate_memory(
 
     if isinstance(policy, Notch):
         return with_plan(policy)
-    tile = TILE if tokens >= TILE_FROM else 0
+    tile = tile_of(tokens)
     if policy != "auto":
-        keep = len(shape.layers) if policy == "keep" else 0
-        return with_plan(Notch(keep, policy == "offload", staging_buffers, tile))
+        return with_plan(Notch.of_policy(policy, len(shape.layers), staging_buffers, tile))
     recomputed = with_plan(Notch(tile=tile))
     notch = choose(_measured(recomputed, shape, training, card), len(shape.layers), card.usable, card.bandwidth, tile)
     return with_plan(replace(notch, staging=staging_buffers))
@@ -285,8 +283,7 @@ def _check_choices(method: str, optim: str, policy: str | Notch, staging_buffers
             raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(map(repr, get_args(allowed)))}")
     if policy == "auto" and card is None:
         raise ValueError("policy='auto' depends on the card: pass one, or policy 'keep', 'recompute' or 'offload'")
-    if staging_buffers not in (1, 2, 3):
-        raise ValueError(f"staging_buffers={staging_buffers!r} is not 1, 2 or 3")
+    PatchConfig(staging_buffers=staging_buffers)  # raises for a value it does not take
 
 
 def _check_numbers(**numbers: int) -> None:
@@ -299,9 +296,7 @@ def _activations(shape: ModelShape, training: Training, notch: Notch, trained: i
     """The terms that depend on the plan, in bytes; `trained` bytes of adapters are cast to bf16 for each forward."""
     tokens, first_kept = training.tokens, len(shape.layers) - notch.keep
     checkpointed, keeping = shape.layers[:first_kept], shape.layers[first_kept:]
-    # as in `Plan`: the last inputs stay where the head is too short to hide their copies
-    stay = 0 if notch.keep or notch.tile or not notch.offload else ON_DEVICE
-    num_offloaded = max(0, first_kept - stay) if notch.offload else 0
+    num_offloaded = notch.actions(len(shape.layers)).count("offload")
     inputs = [layer_input(layer, tokens) for layer in checkpointed]
     kept = sum(saved_per_token(layer, training) for layer in keeping) * tokens
     if keeping and training.rank and not training.qlora:
