@@ -3,9 +3,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
+from tests.largest import LargestTensor
 from tests.tiny import ARCHITECTURES, tiny_model
 from unsloth_trl import PackedLayout, PatchConfig, apply_patches
 from unsloth_trl.patches.attention import segments
@@ -236,22 +236,6 @@ def test_many_lengths_are_few_calls(monkeypatch):
     calls.clear()
     run_sdpa(q[:12], k[:12], v[:12], PackedLayout([4, 4, 4]), scale=1.0)
     assert len(calls) == 1
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any op returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel, self.shape, self.ops = 0, None, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.ops.add(func.overloadpacket.__name__)
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.numel() > self.numel:
-                self.numel, self.shape = tensor.numel(), tuple(tensor.shape)
-        return out
 
 
 @pytest.mark.parametrize(("model_type", "window"), [("llama", None), ("mistral", 128)])

@@ -8,6 +8,7 @@ from peft import get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.largest import LargestTensor
 from tests.tiny import lora_config, tiny_model
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.checkpointing import settings, tiles
@@ -165,23 +166,12 @@ def test_what_is_tiled():
     assert not any("MLP" in type(m).__name__ for m, _ in tileable(decoder, list(decoder.layers)))
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """The largest floating-point result of any op; host memory for offloading is bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel, self.op = 0, None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            wanted = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-            if wanted and tensor.numel() > self.numel and tensor.shape[0] != VOCAB:  # a weight, or its gradient
-                self.numel, self.op = tensor.numel(), (func, tuple(tensor.shape))
-        return out
-
-
 TOKENS, VOCAB, WIDE = 1024, 70_000, 512
+
+
+def is_activation(tensor):
+    """No weight or its gradient, and no host memory for offloading, which is bytes."""
+    return tensor.is_floating_point() and tensor.shape[:1] != (VOCAB,)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -215,15 +205,15 @@ def test_the_largest_tensor_of_a_long_row(lora, monkeypatch):
         )
         out.log_probs.sum().backward()
 
-    with Largest() as largest:
+    with LargestTensor(is_activation) as largest:
         step()
     assert current_plan(base).notch.tile == 128
     # TRL's head has at most 4096 tokens and 32768 entries of the vocabulary at once
-    assert largest.numel <= TOKENS * 32_768 < TOKENS * VOCAB / 2, largest.op
-    with Largest() as largest:
+    assert largest.numel <= TOKENS * 32_768 < TOKENS * VOCAB / 2, (largest.op, largest.shape)
+    with LargestTensor(is_activation) as largest:
         out = base.model(input_ids=ids, position_ids=layout.position_ids, packed_layout=layout).last_hidden_state
         out.sum().backward()
-    assert largest.numel <= max(TOKENS * hidden, WIDE * hidden) < TOKENS * WIDE / 2, largest.op
+    assert largest.numel <= max(TOKENS * hidden, WIDE * hidden) < TOKENS * WIDE / 2, (largest.op, largest.shape)
 
 
 def test_tiles_are_removed_with_the_report():

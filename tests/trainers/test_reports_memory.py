@@ -6,25 +6,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.largest import LargestTensor
 from tests.tiny import tiny_model
 from tests.trainers import runs
-
-
-class Largest(TorchDispatchMode):
-    """The largest number of elements that any op returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
 
 
 VOCAB = 32_000
@@ -49,7 +34,7 @@ def test_b85_evaluation_keeps_no_logits(tmp_path, packing):
     peaks = []
     for n in (40, 200):
         trainer = evaluating(tmp_path, n, packing)
-        with Largest() as largest:
+        with LargestTensor() as largest:
             metrics = trainer.evaluate()
         assert metrics["eval_loss"] > 0
         peaks.append(largest.numel)
@@ -72,7 +57,7 @@ def test_b85_only_what_is_preprocessed_is_kept(tmp_path, packing):
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
-    with Largest() as largest:
+    with LargestTensor() as largest:
         trainer.evaluate()
     shape, dtype = kept[0]
     assert len(shape) == 2 and np.prod(shape) == 40 * 8 and dtype == np.int64
@@ -95,7 +80,7 @@ def test_training_builds_no_logits_of_prompts(tmp_path, packing):
     )
     batch = next(iter(trainer.get_train_dataloader()))
     inputs = trainer._prepare_inputs(batch)
-    with torch.no_grad(), Largest() as largest:
+    with torch.no_grad(), LargestTensor() as largest:
         trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(3))
     # fp32 copies of the head's chunks are allowed; 64 rows of logits are not
     assert largest.numel <= VOCAB * 64 < 64 * VOCAB + 1
