@@ -83,22 +83,14 @@ def run_demo(
     """
     _check_extras()
     folder = prepare_output_dir(output_dir)
-    use_gpu = torch.cuda.is_available()
-    scale = choose_scale(use_gpu, max_steps)
-    set_seed(seed)
-    # the switch has one name in transformers 5.17 and another in later ones
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
-    source = resolve_model(model)
-    dtype = _training_dtype(use_gpu)
-    base, tokenizer = _load(source, dtype, model)
-    base.to("cuda" if use_gpu else "cpu")
-    print(f"Model: {source.name}, from the {source.origin}, {str(dtype).removeprefix('torch.')} on {base.device.type}")
+    scale = choose_scale(torch.cuda.is_available(), max_steps)
+    base, tokenizer, source = open_model(model, seed)
 
     num_train = scale.max_steps * scale.batch_size * scale.max_length // 40 // len(TASKS) + 8
     train_rows, held_out = build_rows(num_train, scale.held_out_per_task, seed)
     answers_before = generate_answers(base, tokenizer, held_out, "Answers before")
 
-    trainer = _build_trainer(base, tokenizer, train_rows, held_out, scale, folder, seed, dtype)
+    trainer = _build_trainer(base, tokenizer, train_rows, held_out, scale, folder, seed)
     loss_before = trainer.evaluate()["eval_loss"]
     started = time.perf_counter()
     trainer.train()
@@ -397,7 +389,7 @@ def demo_lora() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: Path, seed: int, dtype) -> SFTTrainer:
+def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: Path, seed: int) -> SFTTrainer:
     on_gpu = base.device.type == "cuda"
     config = SFTConfig(
         output_dir=str(folder),
@@ -409,7 +401,7 @@ def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: 
         learning_rate=1e-3 if not on_gpu else 5e-4,
         lr_scheduler_type="cosine",
         warmup_steps=min(5, scale.max_steps // 4),
-        **run_settings(on_gpu, dtype, seed),
+        **run_settings(on_gpu, base.dtype, seed),
     )
     trainer = SFTTrainer(
         base,
@@ -426,6 +418,32 @@ def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: 
 
 def _training_dtype(use_gpu: bool) -> torch.dtype:
     return torch.bfloat16 if use_gpu and torch.cuda.is_bf16_supported() else torch.float32
+
+
+def open_model(option: str | None, seed: int):
+    """
+    Seed the run, and find and load its model.
+
+    Args:
+        option (`str`, *optional*): `--model`.
+        seed (`int`): Of the run.
+
+    Returns:
+        The model, on the GPU if there is one, its tokenizer, and the `ModelSource`.
+
+    Raises:
+        DemoError: If it is no chat model that can be trained.
+        ModelUnavailableError: If the default model can neither be found nor downloaded.
+    """
+    set_seed(seed)
+    # the switch has one name in transformers 5.17 and another in later ones
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+    use_gpu = torch.cuda.is_available()
+    source, dtype = resolve_model(option), _training_dtype(use_gpu)
+    base, tokenizer = _load(source, dtype, option)
+    base.to("cuda" if use_gpu else "cpu")
+    print(f"Model: {source.name}, from the {source.origin}, {str(dtype).removeprefix('torch.')} on {base.device.type}")
+    return base, tokenizer, source
 
 
 def _load(source: ModelSource, dtype: torch.dtype, option: str | None):

@@ -2,26 +2,22 @@
 
 import json
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from unsloth_trl.demo import (
     DemoError,
     _check_extras,
-    _load,
-    _training_dtype,
     demo_lora,
+    open_model,
     prepare_output_dir,
-    resolve_model,
     run_settings,
 )
 
@@ -132,15 +128,7 @@ def run_grpo_demo(
     if num_steps < 1:
         raise DemoError(f"--max_steps {max_steps} trains nothing; pass 1 or more")
     folder = prepare_output_dir(output_dir)
-    use_gpu = torch.cuda.is_available()
-    set_seed(seed)
-    # the switch has one name in transformers 5.17 and another in later ones
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
-    dtype = _training_dtype(use_gpu)
-    source = resolve_model(model)
-    base, tokenizer = _load(source, dtype, model)
-    base.to("cuda" if use_gpu else "cpu")
-    print(f"Model: {source.name}, from the {source.origin}, {str(dtype).removeprefix('torch.')} on {base.device.type}")
+    base, tokenizer, _ = open_model(model, seed)
 
     dataset, rows = build_prompts(num_steps * PROMPTS_PER_STEP, seed)
     prompts = tokenizer.apply_chat_template(
@@ -152,7 +140,7 @@ def run_grpo_demo(
         f"{mean_prompt:.0f} tokens and {NUM_GENERATIONS} completions of each, up to {MAX_COMPLETION_LENGTH} tokens"
     )
     groups: list[Group] = []
-    trainer = _build_trainer(base, tokenizer, rows, make_reward(dataset, groups), num_steps, folder, seed, dtype)
+    trainer = _build_trainer(base, tokenizer, rows, make_reward(dataset, groups), num_steps, folder, seed)
     table = StepTable(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(table)
@@ -375,7 +363,7 @@ def _describe(group: Group) -> str:
     return f"expected {json.dumps(group.expected, ensure_ascii=False)}, got {given}{more}"
 
 
-def _build_trainer(base, tokenizer, rows, reward, num_steps: int, folder: Path, seed: int, dtype):
+def _build_trainer(base, tokenizer, rows, reward, num_steps: int, folder: Path, seed: int):
     from unsloth_trl.config import GRPOConfig
     from unsloth_trl.trainers.grpo import GRPOTrainer
 
@@ -391,7 +379,7 @@ def _build_trainer(base, tokenizer, rows, reward, num_steps: int, folder: Path, 
         lr_scheduler_type="linear",
         beta=0.0,
         shuffle_dataset=False,
-        **run_settings(on_gpu, dtype, seed),
+        **run_settings(on_gpu, base.dtype, seed),
     )
     return GRPOTrainer(
         base,
