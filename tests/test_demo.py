@@ -239,6 +239,14 @@ def test_format_result(tmp_path):
     assert table.endswith("unsloth_trl patches: none")
 
 
+def test_a_card_that_emulates_bf16_trains_without_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert demo._training_dtype(use_gpu=True) == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert demo._training_dtype(use_gpu=True) == torch.bfloat16
+    assert demo._training_dtype(use_gpu=False) == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_run_demo_with_another_model(tmp_path, monkeypatch, dtype):
     # in bf16 the trainer wraps the forward in autocast: the logits must be compared without it

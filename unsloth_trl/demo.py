@@ -417,7 +417,9 @@ def _build_trainer(base, tokenizer, train_rows, held_out, scale: Scale, folder: 
 
 
 def _training_dtype(use_gpu: bool) -> torch.dtype:
-    return torch.bfloat16 if use_gpu and torch.cuda.is_bf16_supported() else torch.float32
+    # as the trainers' configs: torch counts emulated bf16 as supported, and they refuse it
+    has_bf16 = use_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def open_model(option: str | None, seed: int):
