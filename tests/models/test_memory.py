@@ -1,25 +1,17 @@
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
-import trl.kernels.chunked_logprob
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.benchmarks.models import config as benchmark_config
-from tests.tiny import ARCHITECTURES, tiny_config, tiny_model
-from unsloth_trl import PackedLayout, apply_patches
-from unsloth_trl.models import cards, memory_terms
-from unsloth_trl.models.cards import Card, card_of_size, find_card, local_card
+from tests.tiny import tiny_config, tiny_model
+from unsloth_trl.models import memory_terms
+from unsloth_trl.models.cards import Card, card_of_size, find_card
 from unsloth_trl.models.memory import MemoryEstimate, estimate_memory, read_config
-from unsloth_trl.models.memory_terms import Training, adapter_sizes, nf4_bytes, read_shape, saved_per_token
-from unsloth_trl.patches.attention import patch as attention
-from unsloth_trl.patches.checkpointing.patch import decoder_layers
+from unsloth_trl.models.memory_terms import Training, nf4_bytes, read_shape, saved_per_token
 from unsloth_trl.patches.checkpointing.settings import TILE, TILE_FROM, Notch
-from unsloth_trl.patches.lm_head.op import VOCAB_CHUNK
-from unsloth_trl.patches.registry import base_model
 
 
 GIB = 2**30
@@ -98,115 +90,6 @@ def test_other_policies_near_the_measured_peak(row, shapes):
     policy, options, fields = OTHER_POLICIES[row]
     estimate = estimate_memory(shapes("llama-8b"), policy=policy, **{"batch": 2, "max_length": 4096} | options)
     assert estimate.peak / GIB == pytest.approx(measured(estimate, model="llama-8b", **fields), rel=0.15)
-
-
-def saved_in_layers(model, num_tokens: int) -> list[int]:
-    """Bytes that autograd saves in each layer of a packed forward, but for parameters and what layers share."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    layout = PackedLayout([num_tokens // 2, num_tokens - num_tokens // 2])
-    found = []
-
-    def counted(layer):
-        inner = type(layer).forward
-
-        def forward(*args, **kwargs):
-            rotary = kwargs.get("position_embeddings", ())
-            shared = parameters | {x.untyped_storage().data_ptr() for x in rotary} | {layout_storage()}
-            saved = {}
-
-            def pack(tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in shared:
-                    saved[storage.data_ptr()] = (storage.nbytes(), tensor)
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                out = inner(layer, *args, **kwargs)
-            found.append(sum(nbytes for nbytes, _ in saved.values()))
-            return out
-
-        return forward
-
-    def layout_storage():
-        return layout.cu_seqlens.untyped_storage().data_ptr()
-
-    layers = decoder_layers(base_model(model))
-    for layer in layers:
-        layer.forward = counted(layer)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(input_ids=torch.arange(num_tokens)[None] % 100 + 3, packed_layout=layout, use_cache=False)
-    for layer in layers:
-        del layer.forward
-    return found
-
-
-@pytest.mark.parametrize(
-    ("model_type", "rank", "overrides"),
-    [
-        ("llama", 4, {}),
-        ("llama", 4, {"num_key_value_heads": 1}),
-        ("qwen3", 4, {}),
-        ("gemma3_text", 4, {}),
-        ("olmo2", 4, {}),
-        ("cohere", 4, {}),
-        ("phi3", 4, {}),
-        ("glm4", 4, {}),
-        ("qwen3_moe", 4, {}),
-        ("mixtral", 4, {}),
-        ("llama", 0, {}),
-        ("qwen3", 0, {}),
-        ("qwen3_moe", 0, {}),
-    ],
-    ids=str,
-)
-def test_counts_what_autograd_saves(model_type, rank, overrides, monkeypatch):
-    """Per token: the difference of two row lengths leaves casts of weights out."""
-    monkeypatch.setattr(attention, "device_supports_flash", lambda device: True)  # the op has a kernel for the CPU
-    model = tiny_model(model_type, **overrides).to(torch.bfloat16)
-    model.enable_input_require_grads()
-    if rank:
-        head = model.get_output_embeddings()
-        linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
-        # by pattern: PEFT would find experts under the names of linear layers
-        target = rf".*\.({'|'.join(sorted({name.rpartition('.')[2] for name in linears}))})"
-        lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=target, task_type="CAUSAL_LM")
-        model = get_peft_model(model, lora)
-    apply_patches(model)
-    short, long = saved_in_layers(model, 48), saved_in_layers(model, 96)
-    counted = [(b - a) / 48 for a, b in zip(short, long, strict=True)]
-
-    shape = read_shape(tiny_config(model_type, **overrides))
-    training = Training(48, 48, rank)
-    expected = [saved_per_token(layer, training) for layer in shape.layers]
-    assert expected == pytest.approx(counted, rel=0.03)
-
-
-def test_tiles_of_the_head_are_trls():
-    assert memory_terms.HEAD_ROWS == trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE
-    assert memory_terms.HEAD_COLUMNS == VOCAB_CHUNK
-
-
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_parameters_are_those_of_the_model(model_type):
-    shape = read_shape(tiny_config(model_type))
-    assert shape.num_parameters == sum(p.numel() for p in tiny_model(model_type).parameters())
-    assert estimate_memory(shape, batch=1, max_length=64).weights == 2 * shape.num_parameters
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3"])
-def test_adapter_and_its_optimizer_are_those_of_peft_and_torch(model_type):
-    model = get_peft_model(tiny_model(model_type), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
-    for parameter in trained:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    states = [s for state in optimizer.state.values() for name, s in state.items() if name != "step"]
-
-    estimate = estimate_memory(tiny_config(model_type), batch=1, max_length=64, lora_r=4)
-    assert sorted(adapter_sizes(read_shape(tiny_config(model_type)), 4)) == sorted(p.numel() for p in trained)
-    assert estimate.adapter == estimate.gradients == sum(p.nbytes for p in trained) > 0
-    assert estimate.optimizer == sum(s.nbytes for s in states)
 
 
 def test_tied_embeddings_are_counted_once(shapes):
@@ -490,42 +373,6 @@ def test_models_that_it_cannot_count():
     gpt2 = AutoConfig.for_model("gpt2", n_layer=1, n_embd=64, n_head=4, vocab_size=128)
     with pytest.raises(ValueError, match="model_type='gpt2' has no decoder layers of linear layers"):
         read_shape(gpt2)
-
-
-@pytest.mark.parametrize("name", ["4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090", "rtx_4090"])
-def test_a_card_has_many_names(name):
-    card = find_card(name)
-    assert card.name == "RTX 4090" and 22.5 < card.usable / GIB < 23.6
-    assert (card.flops, card.bandwidth) == (165e12, 25e9)
-
-
-def test_cards_that_are_not_found():
-    assert find_card("A100 80").name == find_card("a100-80gb").name == "A100 80GB"
-    with pytest.raises(
-        ValueError, match="card='9090' is unknown; choose from T4, .*B200, or give its size with card_gb"
-    ):
-        find_card("9090")
-    with pytest.raises(ValueError, match="card='A100' could be A100 40GB or A100 80GB; name one of them"):
-        find_card("A100")
-    with pytest.raises(ValueError, match="card='' is unknown"):
-        find_card("")
-    with pytest.raises(ValueError, match="card_gb=0.5 is no more than the driver's own 0.5 GiB"):
-        card_of_size(0.5)
-    with pytest.raises(ValueError, match="card_gb=nan"):
-        card_of_size(math.nan)
-    assert card_of_size(24).usable == 24 * GIB - cards.CONTEXT
-
-
-def test_local_card_has_what_is_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert local_card() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB, 16 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    assert local_card() == Card("Tesla T4", 7 * GIB, 65e12, 12e9, bf16=False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Other Card")
-    assert local_card() == Card("Some Other Card", 7 * GIB, bf16=False)
 
 
 def test_config_comes_from_a_folder_or_a_file(tmp_path):

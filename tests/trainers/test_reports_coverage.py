@@ -168,7 +168,7 @@ COVERAGE = {
     ],
     "B86": [
         "tests/trainers/test_reports_loss.py::test_b86_metrics_and_logits_with_the_fused_head",
-        "tests/trainers/test_sft.py::test_compute_metrics",
+        "tests/trainers/test_sft_metrics.py::test_compute_metrics",
     ],
     "B87": [
         "tests/trainers/test_reports_memory.py::test_b87_nothing_grows_with_the_number_of_split_patterns",

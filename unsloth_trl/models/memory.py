@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..patches.checkpointing.settings import Measured, Notch, choose, tile_of
 from ..patches.config import CheckpointPolicy, PatchConfig
-from .cards import Card
+from .cards import GIB, Card
 from .memory_terms import (
     FLOAT,
     HALF,
@@ -32,7 +32,6 @@ from .support import UnsupportedArchitectureWarning, check_sharing
 Method = Literal["sft", "grpo"]
 Optimizer = Literal["adamw", "adamw_8bit"]
 
-GIB = 2**30
 WORKSPACE = 2**25  # what cuBLAS asks torch for
 BATCH = 64  # bytes per token: ids, labels, positions, and their log-probabilities
 REACHED = 0.5  # of a card's FLOPS
