@@ -18,6 +18,7 @@ from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from unsloth_trl import SFTConfig, SFTTrainer
+from unsloth_trl.models.names import is_path
 from unsloth_trl.models.smollm2 import ModelSource, load_model, resolve_smollm2
 
 
@@ -171,7 +172,7 @@ def resolve_model(model: str | None) -> ModelSource:
         if not (Path(model) / "config.json").is_file():
             raise DemoError(f"--model {model}: the folder has no config.json; pass the folder of a saved model")
         return ModelSource(model, model, "folder")
-    if Path(model).is_absolute() or model.startswith(".") or model.count("/") > 1:
+    if is_path(model):
         raise DemoError(f"--model {model}: there is no such folder; pass a model folder or a name on the Hub")
     return ModelSource(model, model, "Hub")
 

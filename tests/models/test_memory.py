@@ -381,5 +381,7 @@ def test_config_comes_from_a_folder_or_a_file(tmp_path):
         assert read_config(str(name)).model_type == "qwen3"
     with pytest.raises(ValueError, match="has no config.json; pass the folder of a model"):
         read_config(str(tmp_path))
+    with pytest.raises(ValueError, match="/nope' cannot be read .there is no such folder or file.; pass a folder"):
+        read_config("/nope")
     with pytest.raises(ValueError, match="missing.*cannot be read .*pass a folder with a config.json"):
         read_config(str(tmp_path / "missing"))

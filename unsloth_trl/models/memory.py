@@ -26,6 +26,7 @@ from .memory_terms import (
     weight_bytes,
     working_set,
 )
+from .names import is_path
 from .support import UnsupportedArchitectureWarning, check_sharing
 
 
@@ -49,13 +50,14 @@ def read_config(name: str) -> PreTrainedConfig:
     """
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ValueError(f"{name} has no config.json; pass the folder of a model, not that of an adapter")
+    advice = "pass a folder with a config.json"
+    if is_path(name) and not os.path.exists(name):
+        raise ValueError(f"the config of {name!r} cannot be read (there is no such folder or file); {advice}")
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"the config of {name!r} cannot be read ({reason}); pass a folder with a config.json"
-        ) from error
+        raise ValueError(f"the config of {name!r} cannot be read ({reason}); {advice}") from error
 
 
 @dataclass(frozen=True)
