@@ -74,11 +74,9 @@ def _sft(rows: list[dict]) -> str:
     gc = "gradient checkpointing" if first["gc"] else "activations kept"
     adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
     dtype = "fp16" if first.get("dtype") == "float16" else "bf16"
-    kind = "one sample" if first.get("one_sample") else "packed rows"
-    card = f", {first['vram']:g} GiB of the card" if first.get("vram") else ""
     return (
         f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, {adapter} r=16, {gc}, "
-        f"{dtype}, {kind} of {first['len']}, {_where(first)}{card}; {how}; call {first['call']}\n\n"
+        f"{dtype}, packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
         "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
         + "\n".join(_line(row, rows) for row in rows)
     )
@@ -89,11 +87,10 @@ def _grpo(rows: list[dict]) -> str:
     accumulation = f", {first['ga']} micro-batches a step" if first["ga"] > 1 else ""
     lengths = f"of {first['R']}" if first.get("fixed") else f"{first['R'] // 2} to {first['R']}"
     adapter = "QLoRA (NF4)" if first.get("qlora") else "LoRA"
-    card = f", {first['vram']:g} GiB of the card" if first.get("vram") else ""
     return (
         f"**GRPO, {first['model']} shape, prompt {first['P']}, completions {lengths}, groups "
         f"of {first['G']}**, {first['bs']} rows a micro-batch{accumulation}, beta {first['beta']:g}, {adapter} r=16, "
-        f"gradient checkpointing, bf16, {_where(first)}{card}; scoring and update, median (fastest) seconds; "
+        f"gradient checkpointing, bf16, {_where(first)}; scoring and update, median (fastest) seconds; "
         f"call {first['call']}\n\n"
         "| | seconds a step | against TRL | peak memory | against TRL | commit |\n|---|---|---|---|---|---|\n"
         + "\n".join(_grpo_line(row, rows) for row in rows)
@@ -120,13 +117,54 @@ def _held(row: dict) -> str:
     return f"{row['host_gib']} GiB" if "host memory" in row["plan"] else "-"
 
 
+def _is_limit(row: dict) -> bool:
+    return bool(row.get("vram") or row.get("one_sample"))
+
+
+def _limits(rows: list[dict]) -> str:
+    """Runs that ask what fits: on a part of the card's memory, or of one long row."""
+    newest = {(row["mode"], _run(row), *row["set"]): row for row in rows if _is_current(row)}
+    return (
+        f"**What fits**, QLoRA (NF4) r=16, {_where(rows[0])}; a smaller card is a limit on the process's memory\n\n"
+        "| | run | device memory | seconds a step | tokens/s | peak memory | call, commit |\n"
+        "|---|---|---|---|---|---|---|\n"
+        + "\n".join(
+            f"| {_name(row)} | {_run(row)} | {_memory(row)} | {_seconds(row)} | {_tokens(row):,} | "
+            f"{row['peak_gib']} GiB | {row['call']}, {row['commit']} |"
+            for _, row in sorted(newest.items(), key=lambda item: (item[1].get("vram", 0), item[0]))
+        )
+    )
+
+
+def _seconds(row: dict) -> str:
+    return f"{row['median_s']:.2f}" + (" (the first, with its warm-up)" if "--skip 0" in row["command"] else "")
+
+
+def _memory(row: dict) -> str:
+    return f"{row['vram']:g} GiB" if row.get("vram") else "whole card"
+
+
+def _run(row: dict) -> str:
+    dtype = "fp16" if row.get("dtype") == "float16" else "bf16"
+    if "task" not in row:
+        return f"SFT {row['model']}, {'one sample' if row.get('one_sample') else 'rows'} of {row['len']}, {dtype}"
+    completions = "generated completions" if row.get("generate") else "completions"
+    return f"GRPO {row['model']}, prompt {row['P']}, {row['G']} {completions} of {row['R']}, {dtype}"
+
+
+def _tokens(row: dict) -> int:
+    """Tokens a second: in GRPO prompt and completion of each row, however often a trainer computes the prompt."""
+    return row["tok_s"] if "task" not in row else round(row["bs"] * (row["P"] + row["R"]) / row["median_s"])
+
+
 def render() -> str:
-    """A table for each model and way of timing, one for each run of checkpoint policies, one for each GRPO shape."""
+    """A table for each model and way of timing, each run of checkpoint policies, each GRPO shape, and of what fits."""
     rows = load()
-    sft = [row for row in rows if "task" not in row]
-    grpo = [row for row in rows if row.get("task") == "grpo"]
-    sft_keys = ("model", "timing", "len", "bs", "qlora", "one_sample", "dtype", "vram")
-    grpo_keys = ("model", "P", "R", "G", "bs", "ga", "beta", "qlora", "vram", "fixed")
+    sft = [row for row in rows if "task" not in row and not _is_limit(row)]
+    grpo = [row for row in rows if row.get("task") == "grpo" and not _is_limit(row)]
+    limits = [row for row in rows if row.get("task") in (None, "grpo") and _is_limit(row)]
+    sft_keys = ("model", "timing", "len", "bs", "qlora", "dtype")
+    grpo_keys = ("model", "P", "R", "G", "bs", "ga", "beta", "qlora", "fixed")
     turns: dict[tuple, list[dict]] = {}
     for row in rows:
         if row.get("task") == "checkpointing":
@@ -135,6 +173,7 @@ def render() -> str:
         [_sft(group) for group in _newest_beside_trl(sft, *sft_keys)]
         + [_policies(group) for _, group in sorted(turns.items())]
         + [_grpo(group) for group in _newest_beside_trl(grpo, *grpo_keys)]
+        + ([_limits(limits)] if limits else [])
     )
 
 
