@@ -221,11 +221,12 @@ def _flash_attn_shared_backward(
         return _attend_backward(*tensors, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, True)
 
     grads = backward_by_heads(to_itself, grad_out, query, key, value, out, lse)
-    dtype = query.dtype
-    if len(cross_table) > len(_Call._fields) and dtype != torch.float64:
-        # the gradients of a prompt are sums over several calls
-        grads = grads[0], grads[1].float(), grads[2].float()
-    for call, cu_q, cu_k in _calls(cross_cu_seqlens, cross_table):
+    calls = list(_calls(cross_cu_seqlens, cross_table))
+    # the gradients of a prompt are sums over several calls: rounded once, and no fp32 copies of the completions'
+    first = min((call.k_start for call, _, _ in calls), default=0)
+    prompts = slice(first, max((call.k_end for call, _, _ in calls), default=0))
+    sums = [grad[prompts].to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads[1:]]
+    for call, cu_q, cu_k in calls:
         queries, keys = slice(call.q_start, call.q_end), slice(call.k_start, call.k_end)
         parts = _attend_backward(
             grad_out[queries],
@@ -241,10 +242,13 @@ def _flash_attn_shared_backward(
             scale,
             False,
         )
-        for grad, part, span in zip(grads, parts, (queries, keys, keys), strict=True):
+        spans = (queries, *2 * [slice(call.k_start - first, call.k_end - first)])
+        for grad, part, span in zip((grads[0], *sums), parts, spans, strict=True):
             grad[span].add_(part)
         del parts, part
-    return tuple(grad.to(dtype) for grad in grads)
+    for grad, total in zip(grads[1:], sums, strict=True):
+        grad[prompts] = total
+    return grads
 
 
 @_flash_attn_shared_backward.register_fake

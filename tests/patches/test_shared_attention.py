@@ -7,6 +7,8 @@ import torch
 
 from tests.tiny import ARCHITECTURES, tiny_model
 from unsloth_trl import PackedLayout, PatchConfig, apply_patches
+from unsloth_trl.patches.attention import heads as by_heads
+from unsloth_trl.patches.attention import shared
 from unsloth_trl.patches.attention.segments import build_buckets, eager_attend, sdpa_attend, segment_attention
 from unsloth_trl.patches.attention.shared import build_cross_calls, flash_attn_shared, level_refusal
 
@@ -103,6 +105,27 @@ def assert_equals_formula(path, tree, heads, pad=0, **options):
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_paths_equal_the_formula(tree, heads, path):
     assert_equals_formula(path, tree, heads)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 7])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_long_rows_in_parts_equal_the_formula(tree, queries, monkeypatch):
+    monkeypatch.setattr(shared, "MAX_QUERIES", queries)
+    monkeypatch.setattr(by_heads, "BYTES", 1)
+    assert_equals_formula("flash", tree, HEADS["gqa"])
+
+
+def test_gradients_of_a_prompt_are_summed_in_fp32(monkeypatch):
+    monkeypatch.setattr(shared, "MAX_QUERIES", 1)
+    layout = PackedLayout([1] * 601, [-1] + [0] * 600)
+    query, key = torch.zeros(601, 1, 8, dtype=torch.bfloat16), torch.zeros(601, 1, 8, dtype=torch.bfloat16)
+    value, grad_out = torch.zeros_like(key), torch.ones_like(key)
+    *_, grad_value = with_gradients(
+        lambda q, k, v: flash_attn_shared(q, k, v, layout, scale=0.3), query, key, value, grad_out=grad_out
+    )
+    # its own query sees the prompt alone, the others the prompt and themselves; in bf16 the sum would end at 128
+    assert torch.equal(grad_value[0], torch.full((1, 8), 1 + 600 / 2, dtype=torch.bfloat16))
+    assert torch.equal(grad_value[1:], torch.full((600, 1, 8), 0.5, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -413,7 +413,7 @@ def _attention_backward(layer: LayerShape, training: Training) -> int:
     if training.shared:
         # calls between completions and their prompt, whose gradients of keys and values are summed in fp32
         scratch = max(scratch, 3 * HALF * shape.query * min(tokens, MAX_QUERIES))
-        gradients += 2 * FLOAT * shape.key * tokens if tokens > MAX_QUERIES else 0
+        gradients += 2 * FLOAT * shape.key * max(0, tokens - training.labels)
     return tokens * _attention_saved(layer, training) + gradients + scratch
 
 
