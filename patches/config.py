@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 
 CheckpointPolicy = Literal["auto", "keep", "recompute", "offload"]
+MoeBackend = Literal["auto", "grouped_mm", "triton", "native_torch"]
 AttentionBackend = Literal["auto", "flash_attention_2", "sdpa", "eager"]
 
 
@@ -23,6 +24,13 @@ class PatchConfig:
             as without this package: for ablations.
         lean_lora (`bool`, *optional*, defaults to `True`):
             Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass.
+        moe_backend (`str`, *optional*):
+            What multiplies tokens with stacked experts: `"grouped_mm"` (torch's), `"triton"` (this package's, any CUDA
+            card), `"native_torch"` (a loop over the experts) or `"auto"`, which chooses by card and dtype. `None` takes
+            the environment variable `UNSLOTH_MOE_BACKEND`, else `"auto"`.
+        split_lora (`bool`, *optional*, defaults to `True`):
+            LoRA on stacked experts as two thin products beside the weight. `False` leaves it to PEFT, which adds the
+            product of the factors to all experts' weights in every forward.
         checkpoint_policy (`str`, *optional*, defaults to `"auto"`):
             What becomes of a decoder layer's activations where `gradient_checkpointing` is on. `"keep"` keeps them,
             `"recompute"` computes them again from the layer's input, `"offload"` does that from an input that waits in
@@ -40,16 +48,20 @@ class PatchConfig:
     attention_backend: AttentionBackend = "auto"
     packed_metadata: bool = True
     lean_lora: bool = True
+    moe_backend: MoeBackend | None = None
+    split_lora: bool = True
     checkpoint_policy: CheckpointPolicy = "auto"
     max_pinned_gb: float | None = None
     staging_buffers: int = 2
 
     def __post_init__(self):
-        for name, choices in (("attention_backend", AttentionBackend), ("checkpoint_policy", CheckpointPolicy)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(map(repr, get_args(choices)))}"
-                )
+        for name, choices in (
+            ("attention_backend", get_args(AttentionBackend)),
+            ("moe_backend", (*get_args(MoeBackend), None)),
+            ("checkpoint_policy", get_args(CheckpointPolicy)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(map(repr, choices))}")
         if self.max_pinned_gb is not None and not self.max_pinned_gb > 0:
             raise ValueError(
                 f"max_pinned_gb={self.max_pinned_gb} is not above 0; set checkpoint_policy='recompute' to use no host "

@@ -58,6 +58,7 @@ def apply_patches(
     from .checkpointing import patch as checkpointing
     from .lm_head import patch as lm_head
     from .lora import patch as lora
+    from .moe import patch as moe
 
     config = PatchConfig() if config is None else config
     skip = {} if skip is None else skip
@@ -70,6 +71,7 @@ def apply_patches(
         ("attention", attention.apply),
         ("lm_head", lm_head.apply),
         ("lora", lora.apply),
+        ("moe", moe.apply),
         ("checkpointing", checkpointing.apply),
     ):
         entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))

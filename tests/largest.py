@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
     """
-    Within this context, the largest tensor that any op returns.
+    Within this context, the largest tensor that any op returns, those inside this package's ops included.
 
     Args:
         counts (`Callable`, *optional*): Whether a tensor counts; by default each does.
@@ -24,7 +25,12 @@ class LargestTensor(TorchDispatchMode):
         self.numel, self.shape, self.op, self.ops = 0, None, None, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        own = OPDEFS.get(func._schema.name)
+        if own is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            with self:
+                out = own._init_fn(*args, **(kwargs or {}))
         self.ops.add(func.overloadpacket.__name__)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.numel() > self.numel and self.counts(tensor):

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import trl
 
-from .patches.config import AttentionBackend, CheckpointPolicy, PatchConfig
+from .patches.config import AttentionBackend, CheckpointPolicy, MoeBackend, PatchConfig
 
 
 @dataclass
@@ -22,6 +22,10 @@ class PatchArguments:
         packed_metadata (`bool`, *optional*, defaults to `True`):
             See `PatchConfig`.
         lean_lora (`bool`, *optional*, defaults to `True`):
+            See `PatchConfig`.
+        moe_backend (`str`, *optional*):
+            See `PatchConfig`.
+        split_lora (`bool`, *optional*, defaults to `True`):
             See `PatchConfig`.
         checkpoint_policy (`str`, *optional*, defaults to `"auto"`):
             See `PatchConfig`.
@@ -46,6 +50,13 @@ class PatchArguments:
     )
     lean_lora: bool = field(
         default=True, metadata={"help": "Plain LoRA layers leave out needless casts, and scale and add in one pass."}
+    )
+    moe_backend: MoeBackend | None = field(
+        default=None,
+        metadata={"help": "Products with stacked experts; unset takes UNSLOTH_MOE_BACKEND, else chooses by card."},
+    )
+    split_lora: bool = field(
+        default=True, metadata={"help": "LoRA on stacked experts beside the weight; False leaves it to PEFT."}
     )
     checkpoint_policy: CheckpointPolicy = field(
         default="auto",

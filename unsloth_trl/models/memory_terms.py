@@ -139,7 +139,7 @@ def read_shape(config: PreTrainedConfig) -> ModelShape:
     Raises:
         ValueError: If transformers has no such model, or it has no decoder layers to checkpoint.
     """
-    model = _meta_model(config)
+    model = meta_model(config)
     text = model.config.get_text_config()
     head = model.get_output_embeddings()
     linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
@@ -161,7 +161,8 @@ def read_shape(config: PreTrainedConfig) -> ModelShape:
     )
 
 
-def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The language model of a config, on the meta device: shapes and names, no weights."""
     config = copy.deepcopy(config)
     with init_empty_weights(include_buffers=True):  # else each weight is allocated, and then dropped
         try:

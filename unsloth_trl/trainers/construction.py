@@ -1,13 +1,16 @@
 """What both trainers do around TRL's constructor."""
 
+import inspect
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from ..config import GRPOConfig
+from ..models.memory_terms import meta_model
+from ..models.targets import expand_targets
 from ..patches.registry import base_model, current_report
 from ..patches.report import PatchEntry
 
@@ -33,6 +36,42 @@ def refuse_empty(trl_args: tuple, trl_kwargs: dict) -> None:
     train_dataset = trl_args[0] if trl_args else trl_kwargs.get("train_dataset")
     if isinstance(train_dataset, Dataset) and not len(train_dataset):
         raise ValueError("the train dataset is empty")
+
+
+def named_config(model: str, args: Any) -> PreTrainedConfig:
+    """The config of a model that TRL is going to load by its name."""
+    init = args.model_init_kwargs or {}
+    return AutoConfig.from_pretrained(
+        model,
+        trust_remote_code=init.get("trust_remote_code", args.trust_remote_code),
+        **{key: init[key] for key in ("revision", "token", "cache_dir", "subfolder", "gguf_file") if key in init},
+    )
+
+
+def reach_experts(stock: type, model: Any, args: Any, trl_args: tuple, trl_kwargs: dict) -> tuple[tuple, dict]:
+    """
+    A constructor's other arguments with a `peft_config` whose targets reach stacked experts; see `expand_targets`.
+
+    Args:
+        stock (`type`): TRL's trainer.
+        model (`str`, `PreTrainedModel` or `PeftModel`): Its first argument.
+        args: Its config.
+        trl_args, trl_kwargs: What comes after the three arguments that ours names itself.
+    """
+    place = list(inspect.signature(stock).parameters).index("peft_config") - 3
+    by_place = place < len(trl_args)
+    peft_config = trl_args[place] if by_place else trl_kwargs.get("peft_config")
+    if peft_config is None or hasattr(model, "peft_config"):
+        return trl_args, trl_kwargs
+    if isinstance(model, str):
+        config = named_config(model, args)
+        if getattr(config, "auto_map", None):
+            return trl_args, trl_kwargs  # code from the Hub: TRL asks about it
+        model = meta_model(config)
+    expanded = expand_targets(model, peft_config)
+    if by_place:
+        return (*trl_args[:place], expanded, *trl_args[place + 1 :]), trl_kwargs
+    return trl_args, trl_kwargs | {"peft_config": expanded}
 
 
 def take_off_earlier_patches(model: str | PreTrainedModel) -> None:

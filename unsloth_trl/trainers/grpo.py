@@ -31,7 +31,14 @@ from ..patches.attention.patch import own_attention
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
-from .construction import default_name, keep, refuse_empty, setting, take_off_earlier_patches
+from .construction import (
+    default_name,
+    keep,
+    reach_experts,
+    refuse_empty,
+    setting,
+    take_off_earlier_patches,
+)
 from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
 from .rollouts import EmptyCompletions
 
@@ -102,6 +109,7 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
         self._patched = setting(args, "patches") != "none"
         if self._patched:
             take_off_earlier_patches(model)
+            trl_args, trl_kwargs = reach_experts(trl.GRPOTrainer, model, args, trl_args, trl_kwargs)
         self._rows: list[Row] | None = None  # of the micro-batch in `_compute_loss`
         self._buffered_rows: list[tuple[dict[str, Any], list[Row]]] = []  # of each micro-batch in TRL's buffer
         self._described: tuple[Any, Any] = (None, None)  # the last batch described, and its rows

@@ -8,7 +8,7 @@ import trl
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from transformers import AutoConfig, PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..config import SFTConfig
@@ -19,7 +19,15 @@ from ..models.support import check_packing
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model
 from ..patches.report import PatchEntry, PatchReport
-from .construction import default_name, keep, refuse_empty, setting, take_off_earlier_patches
+from .construction import (
+    default_name,
+    keep,
+    named_config,
+    reach_experts,
+    refuse_empty,
+    setting,
+    take_off_earlier_patches,
+)
 from .metrics import DeviceMetrics
 from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
 
@@ -84,6 +92,7 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
         if self._patched:
             args = _with_supported_packing(model, args)
             take_off_earlier_patches(model)
+            trl_args, trl_kwargs = reach_experts(trl.SFTTrainer, model, args, trl_args, trl_kwargs)
         refuse_empty(trl_args, trl_kwargs)
         super().__init__(model, args, data_collator, *trl_args, **trl_kwargs)
         self._device_metrics = DeviceMetrics(self.accelerator)
@@ -308,12 +317,7 @@ def _with_supported_packing(model, args):
     if not wants:
         return args
     if isinstance(model, str):
-        init = args.model_init_kwargs or {}
-        config = AutoConfig.from_pretrained(
-            model,
-            trust_remote_code=init.get("trust_remote_code", args.trust_remote_code),
-            **{key: init[key] for key in ("revision", "token", "cache_dir", "subfolder", "gguf_file") if key in init},
-        )
+        config = named_config(model, args)
     else:
         config = model.config
     if check_packing(

@@ -1,0 +1,135 @@
+"""Which code runs the grouped products: torch's, this package's Triton kernels, or a plain loop."""
+
+import functools
+import importlib.util
+import os
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+
+from ..config import MoeBackend
+from .reference import grouped_gram_reference, grouped_mm_reference
+
+
+Backend = Literal["grouped_mm", "triton", "native_torch"]
+
+VARIABLE = "UNSLOTH_MOE_BACKEND"
+ALIASES = {"unsloth_triton": "triton"}
+ALIGNMENT = 16  # bytes: torch's grouped product wants rows that start at multiples of it
+
+
+def requested_backend(field: str | None) -> tuple[str, str]:
+    """
+    The backend that was asked for, and by whom.
+
+    Args:
+        field (`str`, *optional*): The config's `moe_backend`; it wins over the environment variable.
+
+    Returns:
+        The backend or `"auto"`, and where that comes from, in words.
+
+    Raises:
+        ValueError: If the environment variable names an unknown one.
+    """
+    if field is not None:
+        return field, f"moe_backend={field!r}"
+    value = os.environ.get(VARIABLE)
+    if not value:
+        return "auto", "the default"
+    name = ALIASES.get(value, value)
+    if name not in get_args(MoeBackend):
+        choices = ", ".join([*get_args(MoeBackend), *ALIASES])
+        raise ValueError(f"the environment variable {VARIABLE}={value!r} is unknown; choose from {choices}, or unset it")
+    return name, f"the environment variable {VARIABLE}={value}"
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def refusal(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
+    """
+    Why `backend` cannot run products of these widths, or `None` if it can.
+
+    Args:
+        backend (`str`): One of `Backend`.
+        device (`torch.device`): Where the tensors are.
+        dtype (`torch.dtype`): Of the weights.
+        widths (`tuple[int, ...]`): In and out features of the products.
+    """
+    if backend == "native_torch":
+        return None
+    if backend == "triton":
+        if device.type != "cuda":
+            return f"a device of type {device.type!r}"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"dtype {dtype}"
+        return None if has_triton() else "a machine without triton (pip install triton)"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {dtype}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} (needs sm_80 or newer)"
+    odd = next((width for width in widths if width * dtype.itemsize % ALIGNMENT), None)
+    return None if odd is None else f"a width of {odd}, which is no multiple of {ALIGNMENT // dtype.itemsize}"
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> Backend:
+    """
+    The backend for products of these widths.
+
+    Args:
+        requested (`str`): One of `MoeBackend`; with `"auto"` torch's grouped product where it has a kernel for the
+            card (sm_90 and sm_100 in bf16), this package's on other cards and dtypes, and a loop on the CPU.
+        device, dtype, widths: See `refusal`.
+
+    Raises:
+        ValueError: If the backend that was asked for by name cannot run them.
+    """
+    if requested != "auto":
+        if (reason := refusal(requested, device, dtype, widths)) is not None:
+            raise ValueError(f"moe_backend={requested!r} cannot do {reason}; set moe_backend='auto'")
+        return requested
+    order = ["native_torch"]
+    if device.type == "cuda":
+        fast = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+        order = ["grouped_mm", "triton"] if fast else ["triton", "grouped_mm"]
+        order.append("native_torch")
+    return next(backend for backend in order if refusal(backend, device, dtype, widths) is None)
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
+    """
+    Each row times the weight of its expert; shapes as in `grouped_mm_reference`.
+
+    Args:
+        backend (`str`): What computes it.
+    """
+    if not x.shape[0]:
+        return x.new_empty(0, weight.shape[2])
+    if backend == "grouped_mm":
+        return F.grouped_mm(x, weight, offs=offsets)
+    if backend == "triton":
+        from .gemm import triton_grouped_mm
+
+        return triton_grouped_mm(x, weight, offsets)
+    return grouped_mm_reference(x, weight, offsets)
+
+
+def grouped_gram(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
+    """
+    Products of each expert's rows, as in `grouped_gram_reference`.
+
+    Args:
+        backend (`str`): What computes it.
+    """
+    if not x.shape[0]:
+        return x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1])
+    if backend == "grouped_mm":
+        return F.grouped_mm(x.t(), y, offs=offsets)
+    if backend == "triton":
+        from .gemm import triton_grouped_gram
+
+        return triton_grouped_gram(x, y, offsets)
+    return grouped_gram_reference(x, y, offsets)
