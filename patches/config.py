@@ -26,8 +26,8 @@ class PatchConfig:
             Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass.
         moe_backend (`str`, *optional*):
             What multiplies tokens with stacked experts: `"grouped_mm"` (torch's), `"triton"` (this package's, any CUDA
-            card), `"native_torch"` (a loop over the experts) or `"auto"`, which chooses by card and dtype. `None` takes
-            the environment variable `UNSLOTH_MOE_BACKEND`, else `"auto"`.
+            card), `"native_torch"` (a loop over the experts) or `"auto"`, which chooses by card and dtype. `None`
+            takes the environment variable `UNSLOTH_MOE_BACKEND`, else `"auto"`.
         split_lora (`bool`, *optional*, defaults to `True`):
             LoRA on stacked experts as two thin products beside the weight. `False` leaves it to PEFT, which adds the
             product of the factors to all experts' weights in every forward.
@@ -61,7 +61,8 @@ class PatchConfig:
             ("checkpoint_policy", get_args(CheckpointPolicy)),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose from {', '.join(map(repr, choices))}")
+                value = getattr(self, name)
+                raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(map(repr, choices))}")
         if self.max_pinned_gb is not None and not self.max_pinned_gb > 0:
             raise ValueError(
                 f"max_pinned_gb={self.max_pinned_gb} is not above 0; set checkpoint_policy='recompute' to use no host "

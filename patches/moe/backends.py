@@ -40,7 +40,9 @@ def requested_backend(field: str | None) -> tuple[str, str]:
     name = ALIASES.get(value, value)
     if name not in get_args(MoeBackend):
         choices = ", ".join([*get_args(MoeBackend), *ALIASES])
-        raise ValueError(f"the environment variable {VARIABLE}={value!r} is unknown; choose from {choices}, or unset it")
+        raise ValueError(
+            f"the environment variable {VARIABLE}={value!r} is unknown; choose from {choices}, or unset it"
+        )
     return name, f"the environment variable {VARIABLE}={value}"
 
 

@@ -104,9 +104,7 @@ def _moe_experts(
 @_moe_experts.register_fake
 def _(x, top_k_index, top_k_weights, gate_up, down, gua, gub, gubias, da, db, dbias, transposed, *_):
     num_rows, (num_experts, *sides) = top_k_index.numel(), gate_up.shape
-    ranks = [
-        (0 if a is None else a.shape[1]) + (bias is not None) for a, bias in ((gua, gubias), (da, dbias))
-    ]
+    ranks = [(0 if a is None else a.shape[1]) + (bias is not None) for a, bias in ((gua, gubias), (da, dbias))]
     return [
         torch.empty_like(x),
         x.new_empty(num_rows, sides[1 if transposed else 0]),
@@ -232,7 +230,9 @@ def _backward(ctx, grads):
     if grads[0] is None:
         return (None,) * 16
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    found = torch.ops.unsloth_trl.moe_experts_backward(grads[0].contiguous(), *ctx.saved_tensors, needed, *ctx.settings)
+    found = torch.ops.unsloth_trl.moe_experts_backward(
+        grads[0].contiguous(), *ctx.saved_tensors, needed, *ctx.settings
+    )
     result: list[torch.Tensor | None] = [None] * 16
     for i, need, grad in zip(_DIFFERENTIABLE, needed, found, strict=True):
         result[i] = grad if need else None

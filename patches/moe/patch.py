@@ -155,7 +155,9 @@ def _takes_factors(experts: nn.Module) -> bool:
     return experts.config._experts_implementation in NAMES.values() and not _is_sharded(experts)
 
 
-def stacked_factors(wrapper: ParamWrapper, adapters: list[str], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def stacked_factors(
+    wrapper: ParamWrapper, adapters: list[str], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The LoRA factors of PEFT's layout, one matrix of rank `r` per expert and factor.
 
@@ -208,7 +210,7 @@ class SplitLoraForward(OwnForward[ParamWrapper]):
 
 
 def _splits(wrapper: nn.Module) -> bool:
-    """A wrapper around stacked weights of experts that run through the interface; not one around a bias or a router."""
+    """Whether this wrapper is around stacked weights of experts, and not around a bias or a router."""
     if not isinstance(wrapper, ParamWrapper) or not is_experts(wrapper.get_base_layer()):
         return False
     return wrapper.parameter_name in STACKED and wrapper.get_param().ndim == 3

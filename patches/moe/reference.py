@@ -140,7 +140,7 @@ def gate_forward_reference(
         gate_up (`torch.Tensor` of shape `(num_rows, 2 * intermediate)`): Output of the first product.
         routing (`Routing`): The rows' experts.
         gate (`Gate`): The activation.
-        xa (`torch.Tensor` of shape `(num_rows, rank)`, *optional*): What the first projection's `b` is multiplied with.
+        xa (`torch.Tensor` of shape `(num_rows, rank)`, *optional*): What the first `b` is multiplied with.
         b (`torch.Tensor` of shape `(num_experts, rank, 2 * intermediate)`, *optional*): Skinny weights.
         a_down (`torch.Tensor` of shape `(num_experts, rank, intermediate)`, *optional*): Skinny weights.
 
@@ -176,8 +176,8 @@ def gate_backward_reference(
         grad_a (`torch.Tensor` of shape `(num_rows, rank)`, *optional*): Gradient of the product with `a_down`.
 
     Returns:
-        Gradient of `gate_up`, weighted; the activation, weighted; the gradient of the weights `(num_rows,)`, in fp32 or
-        wider; and the first times `b` transposed, `(num_rows, rank)`, or `None`.
+        Gradient of `gate_up`, weighted; the activation, weighted; the gradient of the weights `(num_rows,)`, in fp32
+        or wider; and the first times `b` transposed, `(num_rows, rank)`, or `None`.
     """
     hidden, by_gate, by_value = apply_gate_reference(_wide(_with_product(gate_up, xa, b, routing)), gate)
     grad_hidden = _wide(_with_product(grad_hidden, grad_a, a_down, routing))

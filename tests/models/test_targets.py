@@ -41,7 +41,9 @@ def test_dense_layers_beside_the_experts_have_theirs_too():
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
 def test_dense_layers_that_peft_leaves_out_are_named(model_type):
-    with pytest.warns(UserWarning, match="its dense layers of the names .*'down_proj', 'gate_proj', 'up_proj'.* get no"):
+    with pytest.warns(
+        UserWarning, match="its dense layers of the names .*'down_proj', 'gate_proj', 'up_proj'.* get no"
+    ):
         assert adapted(model_type, ["o_proj", *MLP]) == {"self_attn.o_proj", *STACKS}
 
 

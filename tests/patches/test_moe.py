@@ -26,7 +26,9 @@ IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 def experts_lora(parameters=PARAMETERS, **kwargs) -> LoraConfig:
-    return LoraConfig(**({"r": 3, "lora_alpha": 7, "target_modules": ["o_proj"]} | kwargs), target_parameters=parameters)
+    return LoraConfig(
+        **({"r": 3, "lora_alpha": 7, "target_modules": ["o_proj"]} | kwargs), target_parameters=parameters
+    )
 
 
 @torch.no_grad()
@@ -311,7 +313,9 @@ def test_backend_comes_from_the_field_the_variable_or_the_card(monkeypatch):
 
 def test_a_backend_that_cannot_is_refused_by_name():
     model = tiny_model("qwen3_moe")
-    with pytest.raises(ValueError, match="moe_backend='triton' cannot do a device of type 'cpu'; set moe_backend='auto'"):
+    with pytest.raises(
+        ValueError, match="moe_backend='triton' cannot do a device of type 'cpu'; set moe_backend='auto'"
+    ):
         patch(model, moe_backend="triton")
     assert backends.refusal("grouped_mm", torch.device("cpu"), torch.bfloat16, (64, 12)).startswith("a width of 12")
     assert backends.refusal("grouped_mm", torch.device("cpu"), torch.float64, (64, 16)) == "dtype torch.float64"

@@ -17,7 +17,9 @@ def activation(gate: Gate, row):
         g, u = row[::2].clamp(max=gate.limit), row[1::2].clamp(-gate.limit, gate.limit)
         return (u + 1) * g * torch.sigmoid(g * gate.alpha)
     g, u = row.chunk(2)
-    return (torch.nn.functional.silu(g) if gate.kind == "silu" else torch.nn.functional.gelu(g, approximate="tanh")) * u
+    return (
+        torch.nn.functional.silu(g) if gate.kind == "silu" else torch.nn.functional.gelu(g, approximate="tanh")
+    ) * u
 
 
 def by_token(x, index, weights, gate_up: Projection, down: Projection, gate: Gate, transposed: bool):
@@ -69,7 +71,9 @@ def gradients(out, grad_out, x, weights, *projections):
     for name, p in zip(("gate_up", "down"), projections, strict=True):
         leaves |= {f"{name}.{field}": t for field, t in p._asdict().items() if t is not None}
     grads = torch.autograd.grad(out, list(leaves.values()), grad_out, allow_unused=True)
-    return {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), grads)}
+    return {
+        name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), grads, strict=True)
+    }
 
 
 def assert_equals_loop(num_tokens, top_k, num_experts, rank, transposed=False, bias=False, gate="silu", index=None):
@@ -77,9 +81,7 @@ def assert_equals_loop(num_tokens, top_k, num_experts, rank, transposed=False, b
     index = drawn if index is None else index
     gate = GATES[gate]
     expected = by_token(x, index, weights, gate_up, down, gate, transposed)
-    actual = moe_experts(
-        x, index, weights, gate_up, down, gate=gate, transposed=transposed, backend="native_torch"
-    )
+    actual = moe_experts(x, index, weights, gate_up, down, gate=gate, transposed=transposed, backend="native_torch")
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
     grad_out = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype)
     expected, actual = (gradients(out, grad_out, x, weights, gate_up, down) for out in (expected, actual))

@@ -111,16 +111,17 @@ def test_an_adapter_of_before_is_the_reference():
     assert ours.logs[0]["kl"] == pytest.approx(0.0, abs=1e-6) and ours.logs[2]["kl"] > 1e-4
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "gemma4_text"])
 def test_lora_on_experts(model_type):
     kwargs = {
         "lora": True,
-        "lora_kwargs": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "lora_kwargs": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
         "beta": 0.1,
     }
     ours, theirs = run_ours(model_type, **kwargs), run_oracle(model_type, **kwargs)
     assert_runs_close(ours, theirs, 1e-4)
     assert any("experts" in name for name in ours.updates)
+    assert "as two thin products" in ours.trainer.patch_report["moe"].detail
 
 
 def test_qlora(tmp_path):
@@ -188,7 +189,7 @@ def test_state_between_tokens_falls_back():
     ):
         ours = run_ours("kimi_linear", max_steps=2)
     assert_falls_back(ours, "kimi_linear.* keep state between tokens")
-    assert_runs_close(ours, run_grpo(trl, "kimi_linear", max_steps=2), 1e-6)
+    assert_runs_close(ours, run_grpo(trl, "kimi_linear", max_steps=2), 1e-4)
     with pytest.raises(ValueError, match="keep state between tokens, and strict=True"):
         make_grpo(unsloth_trl, "kimi_linear", strict=True)
 

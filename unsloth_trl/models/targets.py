@@ -55,8 +55,8 @@ def expand_targets(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
         left = sorted(dense & wanted - set(translated.target_modules or ()))
         if left:
             warnings.warn(
-                f"PEFT reads target_modules={sorted(wanted)} as this model's stacked experts alone: its dense layers of "
-                f"the names {left} get no adapter",
+                f"PEFT reads target_modules={sorted(wanted)} as this model's stacked experts alone: its dense layers "
+                f"of the names {left} get no adapter",
                 stacklevel=3,
             )
         return _checked(model, peft_config, bool(translated.target_parameters))
@@ -84,8 +84,8 @@ def _checked(model: nn.Module, peft_config: PeftConfig, on_experts: bool | None 
     dropout = getattr(peft_config, "lora_dropout", 0)
     if on_experts and dropout:
         raise ValueError(
-            f"lora_dropout={dropout} with LoRA on the stacked experts of {type(model).__name__}, which PEFT applies to "
-            "weights and not to activations; set lora_dropout=0"
+            f"lora_dropout={dropout} with LoRA on the stacked experts of {type(model).__name__}, which PEFT applies "
+            "to weights and not to activations; set lora_dropout=0"
         )
     return peft_config
 
