@@ -211,7 +211,7 @@ def _split(both: torch.Tensor, b: torch.Tensor | None, bias: torch.Tensor | None
 @_moe_experts_backward.register_fake
 def _(grad, x, weights, gate_up, down, gua, gub, gubias, da, db, dbias, *rest):
     needed = rest[7]
-    tensors = (x, weights, gate_up, gua, gub, gubias, down, da, db, dbias)
+    tensors = (grad, weights, gate_up, gua, gub, gubias, down, da, db, dbias)
     return [torch.empty_like(t) if need else grad.new_empty(0) for t, need in zip(tensors, needed, strict=True)]
 
 
@@ -222,6 +222,8 @@ _DIFFERENTIABLE = (0, 2, 3, 5, 6, 7, 4, 8, 9, 10)
 def _setup_context(ctx, inputs, output):
     x, _, top_k_weights, *tensors = inputs[:11]
     ctx.settings = inputs[11:]
+    if not (ctx.needs_input_grad[3] or ctx.needs_input_grad[5]):
+        x = x.new_empty(0)  # only the gradients of the first projection's weights read the tokens
     ctx.save_for_backward(x, top_k_weights, *tensors, *output[1:])
     ctx.set_materialize_grads(False)
 

@@ -140,7 +140,9 @@ def test_b83_heads_of_every_size(vocab):
     torch.testing.assert_close(scores.log_probs.double(), expected, rtol=1e-4, atol=1e-4)
     (ours,) = torch.autograd.grad(scores.log_probs.sum(), hidden)
     (theirs,) = torch.autograd.grad(expected.sum(), hidden)
-    assert relative_error(ours, theirs) < 1e-4
+    single = torch.nn.functional.linear(hidden, head.weight).log_softmax(-1)[0, positions, labels[0, positions + 1]]
+    (eager,) = torch.autograd.grad(single.sum(), hidden)
+    assert relative_error(ours, theirs) < max(1e-5, 1.5 * relative_error(eager, theirs))
     assert not ours[0, 1].any() and not ours[0, 4].any()  # what predicts no label
     none = labelled_scores(hidden, head, labels, positions[:0], tiny_config("llama", vocab_size=vocab))
     assert none.log_probs.shape == (0,) and torch.isfinite(none.log_probs.sum())

@@ -332,11 +332,9 @@ def _mlp_saved(layer: LayerShape, training: Training) -> int:
     dense = HALF * (sum(layer.mlp_inputs) + layer.gates + len(layer.linears) * training.rank)
     if (experts := layer.experts) is None:
         return dense
-    outputs = experts.chosen * (3 * experts.width + layer.hidden)
-    if not training.rank:
-        # what the trained weights of experts and router read
-        outputs += experts.chosen * (layer.hidden + experts.width) + layer.hidden
-    return dense + HALF * outputs + FLOAT * experts.number + 4 * 8 * experts.chosen  # scores, indices that sort tokens
+    # what the activation reads, scores, and the indices that sort tokens and back; trained weights read tokens
+    rows = experts.chosen * 2 * experts.width + (0 if training.rank else layer.hidden)
+    return dense + HALF * rows + FLOAT * experts.number + (3 * 8 + FLOAT) * experts.chosen
 
 
 def _norm_bytes(training: Training) -> int:
@@ -359,8 +357,12 @@ def backward_extra(layer: LayerShape, training: Training) -> int:
     """Bytes of gradients that the backward of a layer's MLP holds while everything that the layer saved is there."""
     # the gradient of the last linear layer's input comes in two parts, from the weight and from the adapter
     dense = 2 * HALF * layer.widest
-    # those of the experts' outputs: summed, sorted and weighted
-    experts = 3 * HALF * layer.experts.chosen * layer.hidden if layer.experts else 0
+    experts = 0
+    if layer.experts:
+        # first the gradients of outputs, of the activation, of its input, and the activation again; then the tokens
+        # and their gradients, sorted
+        width, hidden = layer.experts.width, layer.hidden
+        experts = HALF * layer.experts.chosen * max(hidden + 4 * width, 2 * hidden + 2 * width)
     return training.tokens * (HALF * layer.hidden + max(dense, experts)) + _scratch_weight(layer, training)
 
 
