@@ -18,6 +18,8 @@ _PUBLIC = {
     "SFTTrainer": "unsloth_trl.trainers.sft",
     "UnsupportedArchitectureWarning": "unsloth_trl.models.support",
     "apply_patches": "unsloth_trl.patches.registry",
+    "dequantize_experts": "unsloth_trl.patches.quantization.experts",
+    "load_in_4bit": "unsloth_trl.patches.quantization.loading",
 }
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "SFTTrainer",
     "UnsupportedArchitectureWarning",
     "apply_patches",
+    "dequantize_experts",
+    "load_in_4bit",
 ]
 
 

@@ -1,7 +1,5 @@
 """Which code runs the grouped products: torch's, this package's Triton kernels, or a plain loop."""
 
-import functools
-import importlib.util
 import os
 from typing import Literal, get_args
 
@@ -10,6 +8,8 @@ import torch.nn.functional as F
 
 from ..config import MoeBackend
 from .reference import grouped_gram_reference, grouped_mm_reference
+from .routing import Routing
+from .rows import add_product_, has_triton
 
 
 Backend = Literal["grouped_mm", "triton", "native_torch"]
@@ -46,11 +46,6 @@ def requested_backend(field: str | None) -> tuple[str, str]:
     return name, f"the environment variable {VARIABLE}={value}"
 
 
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def refusal(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
     """
     Why `backend` cannot run products of these widths, or `None` if it can.
@@ -83,7 +78,8 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, wid
 
     Args:
         requested (`str`): One of `MoeBackend`; with `"auto"` torch's grouped product where it has a kernel for the
-            card (sm_90 and sm_100 in bf16), this package's on other cards and dtypes, and a loop on the CPU.
+            card (sm_90 and sm_100 in bf16), this package's on other cards from sm_80 on and on AMD, and a loop on the
+            CPU and on older cards, for whose tensor cores Triton has no code.
         device, dtype, widths: See `refusal`.
 
     Raises:
@@ -95,43 +91,82 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, wid
         return requested
     order = ["native_torch"]
     if device.type == "cuda":
-        fast = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
-        order = ["grouped_mm", "triton"] if fast else ["triton", "grouped_mm"]
-        order.append("native_torch")
+        major = torch.cuda.get_device_capability(device)[0]
+        if torch.version.hip is None and major in (9, 10) and dtype == torch.bfloat16:
+            order = ["grouped_mm", "triton", "native_torch"]
+        elif torch.version.hip is not None or major >= 8:
+            order = ["triton", "grouped_mm", "native_torch"]
     return next(backend for backend in order if refusal(backend, device, dtype, widths) is None)
 
 
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
+def grouped_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    backend: Backend,
+    xa: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+) -> torch.Tensor:
     """
-    Each row times the weight of its expert; shapes as in `grouped_mm_reference`.
+    Each row times the weight of its expert, and the second half of an adapter added.
 
     Args:
+        x (`torch.Tensor` of shape `(num_rows, in_features)`): Rows, sorted by expert.
+        weight (`torch.Tensor` of shape `(num_experts, in_features, out_features)`, any strides): Weights.
+        routing (`Routing`): The rows.
         backend (`str`): What computes it.
+        xa, b (`torch.Tensor` of shapes `(num_rows, rank)` and `(num_experts, rank, out_features)`, *optional*): Thin
+            product and its factors.
+
+    Returns:
+        `torch.Tensor` of shape `(num_rows, out_features)`, in the dtype of `x`.
     """
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[2])
-    if backend == "grouped_mm":
-        return F.grouped_mm(x, weight, offs=offsets)
     if backend == "triton":
         from .gemm import triton_grouped_mm
 
-        return triton_grouped_mm(x, weight, offsets)
-    return grouped_mm_reference(x, weight, offsets)
+        return triton_grouped_mm(x, weight, routing.offsets, tiles=routing.tiles, xa=xa, b=b)
+    if backend == "grouped_mm":
+        out = F.grouped_mm(x, weight, offs=routing.offsets)
+    else:
+        out = grouped_mm_reference(x, weight, routing.offsets)
+    return out if xa is None else add_product_(out, xa, b, routing)
 
 
-def grouped_gram(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
+def grouped_gram(x: torch.Tensor, y: torch.Tensor, routing: Routing, backend: Backend) -> torch.Tensor:
     """
-    Products of each expert's rows, as in `grouped_gram_reference`.
+    For each expert its rows of `x`, transposed, times its rows of `y`: the gradient of a weight.
 
     Args:
+        x (`torch.Tensor` of shape `(num_rows, in_features)`): Rows, sorted by expert.
+        y (`torch.Tensor` of shape `(num_rows, out_features)`): Rows in the same order.
+        routing (`Routing`): The rows.
         backend (`str`): What computes it.
+
+    Returns:
+        `torch.Tensor` of shape `(num_experts, in_features, out_features)`: Zeros for experts without rows.
     """
     if not x.shape[0]:
-        return x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1])
-    if backend == "grouped_mm":
-        return F.grouped_mm(x.t(), y, offs=offsets)
+        return x.new_zeros(routing.num_experts, x.shape[1], y.shape[1])
     if backend == "triton":
         from .gemm import triton_grouped_gram
 
-        return triton_grouped_gram(x, y, offsets)
-    return grouped_gram_reference(x, y, offsets)
+        return triton_grouped_gram(x, y, routing.offsets)
+    if backend == "grouped_mm":
+        return F.grouped_mm(x.t(), y, offs=routing.offsets)
+    return grouped_gram_reference(x, y, routing.offsets)
+
+
+def row_tile(x: torch.Tensor, num_rows: int, num_experts: int, backend: Backend) -> int:
+    """Rows of the tiles that products of this dtype and device go through; 0 if they need none."""
+    if backend != "triton" or not num_rows:
+        return 0
+    from .gemm import capability_of, row_block
+
+    return row_block(capability_of(x.device), x.dtype, num_rows / num_experts)
+
+
+def thin_backend(x: torch.Tensor) -> Backend:
+    """What computes products with the thin factors of an adapter, whose widths torch's grouped product cannot take."""
+    return "triton" if refusal("triton", x.device, x.dtype, ()) is None else "native_torch"

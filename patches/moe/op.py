@@ -9,17 +9,26 @@ from typing import NamedTuple
 
 import torch
 
-from .backends import Backend, grouped_gram, grouped_mm
-from .reference import (
-    Gate,
-    combine_reference,
-    gate_backward_reference,
-    gate_forward_reference,
-    gather_project_reference,
-    grouped_gram_reference,
-    grouped_mm_reference,
-)
-from .routing import Routing, route
+from .backends import Backend, grouped_gram, grouped_mm, row_tile, thin_backend
+from .counting_sort import sort_rows
+from .routing import Routing, max_tiles
+from .rows import TILE_ROWS, combine, gate_backward_weighted, gate_forward, gather_project
+from .weights import Stacked, dense
+
+
+class Gate(NamedTuple):
+    """
+    What experts do between their two products.
+
+    Args:
+        kind (`str`): `"silu"` or `"gelu_tanh"`: of the first half of the columns, times the second half. `"gpt_oss"`:
+            gate in the even columns and values in the odd ones, both clamped, and a sigmoid with a slope.
+        alpha, limit (`float`): Slope and clamp of `"gpt_oss"`.
+    """
+
+    kind: str
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 class Projection(NamedTuple):
@@ -27,14 +36,13 @@ class Projection(NamedTuple):
     One of the two projections of all experts.
 
     Args:
-        weight (`torch.Tensor` of shape `(num_experts, out, in)`, or `(num_experts, in, out)` where `transposed`):
-            Stacked weights.
+        weight (`Stacked`): Of shape `(num_experts, out, in)`, or `(num_experts, in, out)` where `transposed`.
         a (`torch.Tensor` of shape `(num_experts, rank, in)`, *optional*): LoRA's first factor.
         b (`torch.Tensor` of shape `(num_experts, rank, out)`, *optional*): LoRA's second factor, scaled.
         bias (`torch.Tensor` of shape `(num_experts, out)`, *optional*): Biases.
     """
 
-    weight: torch.Tensor
+    weight: Stacked
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -79,40 +87,61 @@ def _moe_experts(
     down_a: torch.Tensor | None,
     down_b: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    gate_up_scales: list[torch.Tensor],
+    down_scales: list[torch.Tensor],
+    gate_up_meta: list[int],
+    down_meta: list[int],
     transposed: bool,
     kind: str,
     alpha: float,
     limit: float,
     backend: str,
 ) -> list[torch.Tensor]:
-    gate = Gate(kind, alpha, limit)
-    routing = route(top_k_index, gate_up.shape[0])
-    rows, xa = gather_project_reference(x, routing, gate_up_a)
-    gu = grouped_mm(rows, _forwards(gate_up, transposed), routing.offsets, backend)
+    num_experts = gate_up_meta[2]
+    wide = row_tile(x, top_k_index.numel(), num_experts, backend)
+    routing = sort_rows(top_k_index, num_experts, wide)
+    rows, xa = gather_project(x, routing, gate_up_a)
+    with dense(gate_up, gate_up_scales, gate_up_meta, x.dtype, "gate_up") as weight:
+        gu = grouped_mm(rows, _forwards(weight, transposed), routing, backend)
     xa = _with_ones(xa, gate_up_bias, rows)
     del rows
-    hidden, ha = gate_forward_reference(gu, routing, gate, xa, _factors(gate_up_b, gate_up_bias), down_a)
-    y = grouped_mm(hidden, _forwards(down, transposed), routing.offsets, backend)
+    gate_up_b, down_b = _factors(gate_up_b, gate_up_bias), _factors(down_b, down_bias)
+    hidden, ha = gate_forward(gu, routing, kind, xa, gate_up_b, down_a, alpha=alpha, limit=limit)
     ha = _with_ones(ha, down_bias, hidden)
-    if ha is not None:
-        y += grouped_mm_reference(ha, _factors(down_b, down_bias), routing.offsets)
-    out = combine_reference(y, routing, top_k_weights)
+    with dense(down, down_scales, down_meta, x.dtype, "down") as weight:
+        y = grouped_mm(hidden, _forwards(weight, transposed), routing, backend, ha, down_b)
+    out = combine(y, routing, top_k_weights.contiguous())
     saved = [x.new_empty(0) if t is None else t for t in (xa, ha)]
-    return [out, gu, *saved, routing.order, routing.place, routing.offsets, routing.expert]
+    return [
+        out,
+        gu,
+        *saved,
+        routing.order,
+        routing.place,
+        routing.offsets,
+        routing.tiles(TILE_ROWS),
+        _wide_tiles(routing, wide),
+    ]
+
+
+def _wide_tiles(routing: Routing, wide: int) -> torch.Tensor:
+    return routing.tiles(wide) if wide else routing.offsets.new_empty(0, 3)
 
 
 @_moe_experts.register_fake
-def _(x, top_k_index, top_k_weights, gate_up, down, gua, gub, gubias, da, db, dbias, transposed, *_):
-    num_rows, (num_experts, *sides) = top_k_index.numel(), gate_up.shape
+def _(x, index, weights, gate_up, down, gua, gub, gubias, da, db, dbias, gus, ds, meta, dm, transposed, *rest):
+    num_rows, (num_experts, *sides) = index.numel(), meta[2:]
+    wide = row_tile(x, num_rows, num_experts, rest[-1])
     ranks = [(0 if a is None else a.shape[1]) + (bias is not None) for a, bias in ((gua, gubias), (da, dbias))]
     return [
         torch.empty_like(x),
         x.new_empty(num_rows, sides[1 if transposed else 0]),
         *(x.new_empty(num_rows, rank) if rank else x.new_empty(0) for rank in ranks),
-        top_k_index.new_empty(num_rows, dtype=torch.int64),
-        top_k_index.new_empty(top_k_index.shape, dtype=torch.int64),
-        top_k_index.new_empty(num_experts, dtype=torch.int32),
-        top_k_index.new_empty(num_rows),
+        index.new_empty(num_rows, dtype=torch.int64),
+        index.new_empty(index.shape, dtype=torch.int64),
+        index.new_empty(num_experts, dtype=torch.int32),
+        index.new_empty(max_tiles(num_rows, num_experts, TILE_ROWS), 3, dtype=torch.int32),
+        index.new_empty(max_tiles(num_rows, num_experts, wide) if wide else 0, 3, dtype=torch.int32),
     ]
 
 
@@ -129,14 +158,19 @@ def _moe_experts_backward(
     down_a: torch.Tensor | None,
     down_b: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    gate_up_scales: list[torch.Tensor],
+    down_scales: list[torch.Tensor],
     gu: torch.Tensor,
     xa: torch.Tensor,
     ha: torch.Tensor,
     order: torch.Tensor,
     place: torch.Tensor,
     offsets: torch.Tensor,
-    expert: torch.Tensor,
+    tiles: torch.Tensor,
+    wide_tiles: torch.Tensor,
     needed: list[bool],
+    gate_up_meta: list[int],
+    down_meta: list[int],
     transposed: bool,
     kind: str,
     alpha: float,
@@ -144,61 +178,65 @@ def _moe_experts_backward(
     backend: str,
 ) -> list[torch.Tensor]:
     """Gradients of x, weights, gate_up, its a, b and bias, down, its a, b and bias; empty where not `needed`."""
-    gate, routing = Gate(kind, alpha, limit), Routing(order, place, offsets, expert)
-    weights = top_k_weights.reshape(-1)[order]
+    wide = row_tile(grad, order.shape[0], gate_up_meta[2], backend)
+    routing = Routing(order, place, offsets, {TILE_ROWS: tiles} | ({wide: wide_tiles} if wide else {}))
+    thin = thin_backend(grad)
+    weights = top_k_weights.contiguous()
     gu_b, d_b = _factors(gate_up_b, gate_up_bias), _factors(down_b, down_bias)
-    grad_rows, grad_ha = gather_project_reference(grad, routing, d_b)
-    grad_hidden = grouped_mm(grad_rows, _backwards(down, transposed), offsets, backend)
+    grad_rows, grad_ha = gather_project(grad, routing, d_b)
+    with dense(down, down_scales, down_meta, grad.dtype, "down") as weight:
+        grad_hidden = grouped_mm(grad_rows, _backwards(weight, transposed), routing, backend)
     bias_part = None
     if down_bias is not None:
         bias_part, grad_ha = grad_ha[:, -1], grad_ha[:, :-1].contiguous()
-    grad_gu, hidden, grad_weights, grad_xa = gate_backward_reference(
+    grad_gu, hidden, grad_xa, grad_weights = gate_backward_weighted(
         gu,
         grad_hidden,
-        weights,
         routing,
-        gate,
-        xa if gu_b is not None else None,
+        kind,
+        weights,
+        None if gu_b is None else xa,
         gu_b,
-        grad_ha if down_a is not None else None,
+        None if down_a is None else grad_ha,
         down_a,
+        alpha=alpha,
+        limit=limit,
+        with_h=needed[6] or needed[7],
     )
     del grad_hidden
-    if bias_part is not None:
-        grad_weights = grad_weights + bias_part
     grads: list[torch.Tensor | None] = [None] * 10
+    if needed[1]:
+        total = grad_weights if bias_part is None else grad_weights + bias_part[place]
+        grads[1] = total.to(top_k_weights.dtype)
     if needed[6]:
-        grads[6] = _weight_grad(hidden, grad_rows, offsets, transposed, backend)
+        grads[6] = _weight_grad(hidden, grad_rows, routing, transposed, backend)
     if needed[7]:
-        grads[7] = grouped_gram_reference(grad_ha, hidden, offsets)
+        grads[7] = grouped_gram(grad_ha, hidden, routing, thin)
     if needed[8] or needed[9]:
-        both = grouped_gram_reference((ha * weights.unsqueeze(1)).to(ha.dtype), grad_rows, offsets)
-        grads[8], grads[9] = _split(both, down_b, down_bias)
+        weighted = (ha * weights.reshape(-1)[order].unsqueeze(1)).to(ha.dtype)
+        grads[8], grads[9] = _split(grouped_gram(weighted, grad_rows, routing, thin), down_b, down_bias)
     del grad_rows, hidden
     if needed[4] or needed[5]:
-        grads[4], grads[5] = _split(grouped_gram_reference(xa, grad_gu, offsets), gate_up_b, gate_up_bias)
-    if gate_up_a is not None:
-        grad_xa = grad_xa[:, : gate_up_a.shape[1]].contiguous()
+        grads[4], grads[5] = _split(grouped_gram(xa, grad_gu, routing, thin), gate_up_b, gate_up_bias)
+    if gate_up_a is not None and gate_up_bias is not None:
+        grad_xa = grad_xa[:, :-1].contiguous()
     if needed[2] or needed[3]:
         rows = x[routing.token]
         if needed[2]:
-            grads[2] = _weight_grad(rows, grad_gu, offsets, transposed, backend)
+            grads[2] = _weight_grad(rows, grad_gu, routing, transposed, backend)
         if needed[3]:
-            grads[3] = grouped_gram_reference(grad_xa, rows, offsets)
+            grads[3] = grouped_gram(grad_xa, rows, routing, thin)
+        del rows
     if needed[0]:
-        grad_x = grouped_mm(grad_gu, _backwards(gate_up, transposed), offsets, backend)
-        if gate_up_a is not None:
-            grad_x += grouped_mm_reference(grad_xa, gate_up_a, offsets)
-        grads[0] = combine_reference(grad_x, routing)
-    if needed[1]:
-        slots = torch.empty_like(grad_weights)
-        slots[order] = grad_weights
-        grads[1] = slots.view(place.shape).to(top_k_weights.dtype)
+        with dense(gate_up, gate_up_scales, gate_up_meta, grad.dtype, "gate_up") as weight:
+            factors = () if gate_up_a is None else (grad_xa, gate_up_a)
+            grad_x = grouped_mm(grad_gu, _backwards(weight, transposed), routing, backend, *factors)
+        grads[0] = combine(grad_x, routing)
     return [grad.new_empty(0) if g is None else g for g in grads]
 
 
-def _weight_grad(x, grad, offsets, transposed, backend: Backend) -> torch.Tensor:
-    return grouped_gram(x, grad, offsets, backend) if transposed else grouped_gram(grad, x, offsets, backend)
+def _weight_grad(x, grad, routing: Routing, transposed: bool, backend: Backend) -> torch.Tensor:
+    return grouped_gram(x, grad, routing, backend) if transposed else grouped_gram(grad, x, routing, backend)
 
 
 def _split(both: torch.Tensor, b: torch.Tensor | None, bias: torch.Tensor | None):
@@ -209,35 +247,41 @@ def _split(both: torch.Tensor, b: torch.Tensor | None, bias: torch.Tensor | None
 
 
 @_moe_experts_backward.register_fake
-def _(grad, x, weights, gate_up, down, gua, gub, gubias, da, db, dbias, *rest):
-    needed = rest[7]
+def _(grad, x, weights, gate_up, down, gua, gub, gubias, da, db, dbias, gus, ds, gu, xa, ha, order, *rest):
+    needed = rest[4]
     tensors = (grad, weights, gate_up, gua, gub, gubias, down, da, db, dbias)
     return [torch.empty_like(t) if need else grad.new_empty(0) for t, need in zip(tensors, needed, strict=True)]
 
 
 # inputs of the forward op in the order of the gradients that the backward op returns
 _DIFFERENTIABLE = (0, 2, 3, 5, 6, 7, 4, 8, 9, 10)
+_NUM_INPUTS = 20
 
 
 def _setup_context(ctx, inputs, output):
     x, _, top_k_weights, *tensors = inputs[:11]
-    ctx.settings = inputs[11:]
+    scales, ctx.settings = inputs[11:13], inputs[13:]
+    ctx.num_scales = [len(part) for part in scales]
     if not (ctx.needs_input_grad[3] or ctx.needs_input_grad[5]):
         x = x.new_empty(0)  # only the gradients of the first projection's weights read the tokens
-    ctx.save_for_backward(x, top_k_weights, *tensors, *output[1:])
+    ctx.save_for_backward(x, top_k_weights, *tensors, *scales[0], *scales[1], *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grads):
     if grads[0] is None:
-        return (None,) * 16
+        return (None,) * _NUM_INPUTS
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    saved = list(ctx.saved_tensors)
+    first, second = ctx.num_scales
+    scales = [saved[10 : 10 + first], saved[10 + first : 10 + first + second]]
     found = torch.ops.unsloth_trl.moe_experts_backward(
-        grads[0].contiguous(), *ctx.saved_tensors, needed, *ctx.settings
+        grads[0].contiguous(), *saved[:10], *scales, *saved[10 + first + second :], needed, *ctx.settings
     )
-    result: list[torch.Tensor | None] = [None] * 16
+    result: list[torch.Tensor | list | None] = [None] * _NUM_INPUTS
     for i, need, grad in zip(_DIFFERENTIABLE, needed, found, strict=True):
         result[i] = grad if need else None
+    result[11], result[12] = [None] * first, [None] * second
     return tuple(result)
 
 
@@ -275,14 +319,18 @@ def moe_experts(
         x,
         top_k_index,
         top_k_weights,
-        gate_up.weight,
-        down.weight,
+        gate_up.weight.tensor,
+        down.weight.tensor,
         gate_up.a,
         gate_up.b,
         gate_up.bias,
         down.a,
         down.b,
         down.bias,
+        gate_up.weight.scales,
+        down.weight.scales,
+        gate_up.weight.meta,
+        down.weight.meta,
         transposed,
         gate.kind,
         gate.alpha,

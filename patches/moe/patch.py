@@ -19,9 +19,11 @@ from ..config import PatchConfig
 from ..owner import OwnForward
 from ..report import PatchEntry
 from .backends import choose_backend, requested_backend
-from .linear import composed_experts
-from .op import Projection, moe_experts
-from .reference import Gate, apply_gate_reference
+from .composed import composed_experts
+from .op import Gate, Projection, moe_experts
+from .rows import MAX_RANK
+from .rows_reference import gate_forward_reference
+from .weights import SCRATCH, read_stacked, stacked_shape
 
 
 NAMES = {
@@ -51,7 +53,9 @@ class Factors(NamedTuple):
 
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` is a stack of experts that transformers runs through `ExpertsInterface`."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+    return (
+        hasattr(module, "has_gate") and hasattr(module, "is_transposed") and bool(stacked_shape(module, "down_proj"))
+    )
 
 
 def recognise_gate(module: nn.Module) -> Gate | None:
@@ -72,7 +76,11 @@ def recognise_gate(module: nn.Module) -> Gate | None:
             found = module._apply_gate(probe)
     except Exception:  # an activation with weights of its own, or one that wants other inputs
         return None
-    return next((g for g in known if torch.allclose(apply_gate_reference(probe, g)[0], found, rtol=1e-9)), None)
+    return next((gate for gate in known if torch.allclose(_activate(probe, gate), found, rtol=1e-9)), None)
+
+
+def _activate(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
+    return gate_forward_reference(gate_up, None, gate.kind, None, None, None, gate.alpha, gate.limit)[0]
 
 
 def _gate_of(module: nn.Module) -> Gate | None:
@@ -82,14 +90,13 @@ def _gate_of(module: nn.Module) -> Gate | None:
 
 
 def _projection(module: nn.Module, name: str) -> Projection:
-    weight = getattr(module, name)
     factors = module.__dict__.get(FACTORS, {}).get(name)
     a = b = None
     if factors is not None:
         factors.used.append(True)
         a, b = factors.a, factors.b
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return Projection(weight, a, b, bias)
+    return Projection(read_stacked(module, name), a, b, bias)
 
 
 def experts_forward(
@@ -121,9 +128,10 @@ def experts_forward(
     widths = (*first.weight.shape[1:], *down.weight.shape[1:])
     chosen = choose_backend(backend, x.device, first.weight.dtype, widths)
     gate = _gate_of(module)
+    high = any(p.b is not None and p.b.shape[1] + (p.bias is not None) > MAX_RANK for p in (first, down))
     # stacked weights are multiplied in their own dtype, with autocast or without, as transformers does
     with torch.autocast(x.device.type, enabled=False):
-        if gate is None:
+        if gate is None or high:
             out = composed_experts(module, x, top_k_index, top_k_weights, first, down, chosen)
         else:
             out = moe_experts(
@@ -141,7 +149,8 @@ def experts_forward(
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether another process has some of the experts, or some of each."""
-    return bool(getattr(module, "_is_expert_parallel", False)) or isinstance(module.down_proj, DTensor)
+    stored = module._parameters.get("down_proj")
+    return bool(getattr(module, "_is_expert_parallel", False)) or isinstance(stored, DTensor)
 
 
 def register() -> None:
@@ -191,7 +200,7 @@ class SplitLoraForward(OwnForward[ParamWrapper]):
         off = wrapper.disable_adapters or wrapper.merged or not adapters or kwargs.get("adapter_names") is not None
         if off or not _takes_factors(experts):
             return self.before(x, *args, **kwargs)
-        a, b = stacked_factors(wrapper, adapters, wrapper.get_param().dtype)
+        a, b = stacked_factors(wrapper, adapters, read_stacked(experts, wrapper.parameter_name).dtype)
         factors = Factors(a, b, [])
         waiting = experts.__dict__.setdefault(FACTORS, {})
         waiting[wrapper.parameter_name] = factors
@@ -213,7 +222,9 @@ def _splits(wrapper: nn.Module) -> bool:
     """Whether this wrapper is around stacked weights of experts, and not around a bias or a router."""
     if not isinstance(wrapper, ParamWrapper) or not is_experts(wrapper.get_base_layer()):
         return False
-    return wrapper.parameter_name in STACKED and wrapper.get_param().ndim == 3
+    return (
+        wrapper.parameter_name in STACKED and len(stacked_shape(wrapper.get_base_layer(), wrapper.parameter_name)) == 3
+    )
 
 
 def _text_key(model: PreTrainedModel) -> str:
@@ -242,20 +253,24 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
                 forward.take_off()
             module.__dict__.pop(GATE, None)
         model.set_experts_implementation({key: before})
+        SCRATCH.clear()
 
-    down = experts[0].down_proj
-    widths = (*experts[0].get_parameter(_first(experts[0])).shape[1:], *down.shape[1:])
-    chosen = choose_backend(requested, down.device, down.dtype, widths)
+    down = read_stacked(experts[0], "down_proj")
+    widths = (*stacked_shape(experts[0], _first(experts[0]))[1:], *down.shape[1:])
+    chosen = choose_backend(requested, down.tensor.device, down.dtype, widths)
     if any(_is_sharded(module) for module in experts):
         lora = "experts of other processes: transformers' grouped product"
     elif wrappers:
         lora = f"LoRA of {len(wrappers)} stacked weights as two thin products"
     else:
         lora = "no LoRA on experts" if config.split_lora else "split_lora=False"
+    bits = " in 4 bits" if down.scales else ""
+    if getattr(model, "is_loaded_in_4bit", False) and not bits:
+        lora += "; the experts are not in 4 bits, as transformers leaves them: load with unsloth_trl.load_in_4bit"
     gates = "" if all(_gate_of(module) for module in experts) else "; activation of the model's own"
     return PatchEntry(
         "moe",
-        (f"{len(experts)} layers of {down.shape[0]} experts",),
+        (f"{len(experts)} layers of {down.shape[0]} experts{bits}",),
         f"{chosen} ({source}); {lora}{gates} (was {before!r})",
         undo=undo,
     )

@@ -20,14 +20,13 @@ class Routing:
         place (`torch.Tensor` of shape `(num_tokens, top_k)`, int64): The sorted row of each slot.
         offsets (`torch.Tensor` of shape `(num_experts,)`, int32): Where the rows of each expert end. Rows beyond the
             last belong to no expert of this process.
-        expert (`torch.Tensor` of shape `(num_rows,)`, int64): The expert of each sorted row.
+        known_tiles (`dict[int, torch.Tensor]`, *optional*): What `tiles` returned before, by block.
     """
 
     order: torch.Tensor
     place: torch.Tensor
     offsets: torch.Tensor
-    expert: torch.Tensor
-    _tiles: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    known_tiles: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -46,6 +45,12 @@ class Routing:
         """The token of each sorted row, `(num_rows,)` int64."""
         return self.order // self.top_k
 
+    @property
+    def expert(self) -> torch.Tensor:
+        """The expert of each sorted row, `(num_rows,)` int32; `num_experts` for rows of none."""
+        row = torch.arange(self.num_rows, device=self.offsets.device, dtype=torch.int32)
+        return torch.searchsorted(self.offsets, row, right=True, out_int32=True)
+
     def tiles(self, block: int) -> torch.Tensor:
         """
         The blocks of at most `block` rows, none of which spans two experts.
@@ -57,9 +62,9 @@ class Routing:
             `torch.Tensor` of shape `(num_tiles, 3)`, int32: Expert, first row and end row of each; as many as there
             can be, those that are left over empty (end row 0).
         """
-        if block not in self._tiles:
-            self._tiles[block] = _tiles(self.offsets, self.num_rows, block)
-        return self._tiles[block]
+        if block not in self.known_tiles:
+            self.known_tiles[block] = _tiles(self.offsets, self.num_rows, block)
+        return self.known_tiles[block]
 
 
 def max_tiles(num_rows: int, num_experts: int, block: int) -> int:
@@ -99,4 +104,4 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
     offsets = torch.searchsorted(expert, experts, right=True, out_int32=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(num_rows, device=order.device)
-    return Routing(order, place.view(top_k_index.shape), offsets, expert)
+    return Routing(order, place.view(top_k_index.shape), offsets)

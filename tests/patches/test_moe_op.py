@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from unsloth_trl.patches.moe.op import Projection, moe_experts
-from unsloth_trl.patches.moe.reference import Gate
+from unsloth_trl.patches.moe.op import Gate, Projection, moe_experts
 from unsloth_trl.patches.moe.routing import route
+from unsloth_trl.patches.moe.weights import plain
 
 
 GATES = {"silu": Gate("silu"), "gelu_tanh": Gate("gelu_tanh"), "gpt_oss": Gate("gpt_oss", 1.702, 0.7)}
@@ -81,7 +81,8 @@ def assert_equals_loop(num_tokens, top_k, num_experts, rank, transposed=False, b
     index = drawn if index is None else index
     gate = GATES[gate]
     expected = by_token(x, index, weights, gate_up, down, gate, transposed)
-    actual = moe_experts(x, index, weights, gate_up, down, gate=gate, transposed=transposed, backend="native_torch")
+    projections = [p._replace(weight=plain(p.weight)) for p in (gate_up, down)]
+    actual = moe_experts(x, index, weights, *projections, gate=gate, transposed=transposed, backend="native_torch")
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
     grad_out = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype)
     expected, actual = (gradients(out, grad_out, x, weights, gate_up, down) for out in (expected, actual))
@@ -154,6 +155,17 @@ def test_op_is_one_that_compile_understands():
         leaf.data = leaf.data.float()
     torch.library.opcheck(
         torch.ops.unsloth_trl.moe_experts.default,
-        (x, index, weights, gate_up.weight, down.weight, *tensors, False, "silu", 1.0, 0.0, "native_torch"),
+        (
+            x,
+            index,
+            weights,
+            gate_up.weight,
+            down.weight,
+            *tensors,
+            [],
+            [],
+            *(plain(p.weight).meta for p in (gate_up, down)),
+        )
+        + (False, "silu", 1.0, 0.0, "native_torch"),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

@@ -17,6 +17,7 @@ from peft.utils.transformers_weight_conversion import (
 from torch import nn
 
 from ..patches.moe.patch import is_experts
+from ..patches.moe.weights import stacked_shape
 
 
 # what a stacked parameter was made of
@@ -91,8 +92,7 @@ def _checked(model: nn.Module, peft_config: PeftConfig, on_experts: bool | None 
 
 
 def _is_stack(module: nn.Module, name: str) -> bool:
-    parameter = getattr(module, name, None)
-    return parameter is not None and parameter.ndim == 3
+    return len(stacked_shape(module, name) or ()) == 3
 
 
 def _matches(model: nn.Module, target: str) -> bool:

@@ -3,9 +3,11 @@
 import torch
 from torch import nn
 
-from .backends import Backend, grouped_gram, grouped_mm
-from .reference import grouped_gram_reference, grouped_mm_reference
-from .routing import route
+from .backends import Backend, grouped_gram, grouped_mm, refusal, thin_backend
+from .counting_sort import sort_rows
+from .op import Projection
+from .routing import Routing
+from .weights import dense
 
 
 @torch.library.custom_op("unsloth_trl::moe_linear", mutates_args=())
@@ -14,22 +16,38 @@ def _moe_linear(
     weight: torch.Tensor,
     a: torch.Tensor | None,
     b: torch.Tensor | None,
+    scales: list[torch.Tensor],
+    order: torch.Tensor,
+    place: torch.Tensor,
     offsets: torch.Tensor,
+    meta: list[int],
+    out_features: int,
     transposed: bool,
     backend: str,
 ) -> list[torch.Tensor]:
-    out = grouped_mm(x, weight if transposed else weight.transpose(1, 2), offsets, backend)
+    routing = Routing(order, place, offsets)
+    with dense(weight, scales, meta, x.dtype, "linear") as full:
+        out = grouped_mm(x, full if transposed else full.transpose(1, 2), routing, backend)
     if a is None:
         return [out, x.new_empty(0)]
-    xa = grouped_mm_reference(x, a.transpose(1, 2), offsets)
-    out += grouped_mm_reference(xa, b, offsets)
+    thin = _backend_of(a)
+    xa = grouped_mm(x, a.transpose(1, 2), routing, thin)
+    out += grouped_mm(xa, b, routing, thin)
     return [out, xa]
 
 
+def _backend_of(factor: torch.Tensor) -> Backend:
+    """For an adapter's factor of any rank: torch's product where there is no Triton and it takes that rank."""
+    thin = thin_backend(factor)
+    if thin == "triton" or not factor.is_cuda:
+        return thin
+    return thin if refusal("grouped_mm", factor.device, factor.dtype, tuple(factor.shape[1:])) else "grouped_mm"
+
+
 @_moe_linear.register_fake
-def _(x, weight, a, b, offsets, transposed, backend):
+def _(x, weight, a, b, scales, order, place, offsets, meta, out_features, transposed, backend):
     return [
-        x.new_empty(x.shape[0], weight.shape[2 if transposed else 1]),
+        x.new_empty(x.shape[0], out_features),
         x.new_empty(0) if a is None else x.new_empty(x.shape[0], a.shape[1]),
     ]
 
@@ -41,48 +59,59 @@ def _moe_linear_backward(
     weight: torch.Tensor,
     a: torch.Tensor | None,
     b: torch.Tensor | None,
+    order: torch.Tensor,
+    place: torch.Tensor,
     offsets: torch.Tensor,
     xa: torch.Tensor,
+    scales: list[torch.Tensor],
     needed: list[bool],
+    meta: list[int],
     transposed: bool,
     backend: str,
 ) -> list[torch.Tensor]:
     """Gradients of x, weight, a and b; empty where not `needed`."""
+    routing = Routing(order, place, offsets)
     grads: list[torch.Tensor | None] = [None] * 4
-    grad_xa = None if a is None else grouped_mm_reference(grad, b.transpose(1, 2), offsets)
+    thin = None if a is None else _backend_of(a)
+    grad_xa = None if a is None else grouped_mm(grad, b.transpose(1, 2), routing, thin)
     if needed[0]:
-        grads[0] = grouped_mm(grad, weight.transpose(1, 2) if transposed else weight, offsets, backend)
+        with dense(weight, scales, meta, grad.dtype, "linear") as full:
+            grads[0] = grouped_mm(grad, full.transpose(1, 2) if transposed else full, routing, backend)
         if a is not None:
-            grads[0] += grouped_mm_reference(grad_xa, a, offsets)
+            grads[0] += grouped_mm(grad_xa, a, routing, thin)
     if needed[1]:
         pair = (x, grad) if transposed else (grad, x)
-        grads[1] = grouped_gram(*pair, offsets, backend)
+        grads[1] = grouped_gram(*pair, routing, backend)
     if needed[2]:
-        grads[2] = grouped_gram_reference(grad_xa, x, offsets)
+        grads[2] = grouped_gram(grad_xa, x, routing, thin)
     if needed[3]:
-        grads[3] = grouped_gram_reference(xa, grad, offsets)
+        grads[3] = grouped_gram(xa, grad, routing, thin)
     return [grad.new_empty(0) if g is None else g for g in grads]
 
 
 @_moe_linear_backward.register_fake
-def _(grad, x, weight, a, b, offsets, xa, needed, transposed, backend):
+def _(grad, x, weight, a, b, order, place, offsets, xa, scales, needed, meta, transposed, backend):
     return [
         torch.empty_like(t) if need else grad.new_empty(0) for t, need in zip((x, weight, a, b), needed, strict=True)
     ]
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, a, b, offsets, *ctx.settings = inputs
-    ctx.save_for_backward(x, weight, a, b, offsets, output[1])
+    x, weight, a, b, scales, order, place, offsets, meta, _, transposed, backend = inputs
+    ctx.settings = (meta, transposed, backend)
+    ctx.save_for_backward(x, weight, a, b, order, place, offsets, output[1], *scales)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grads):
+    none = [None] * 8
+    tensors, scales = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:])
+    none[0] = [None] * len(scales)
     if grads[0] is None:
-        return (None,) * 7
+        return (None,) * 4 + tuple(none)
     needed = list(ctx.needs_input_grad[:4])
-    found = torch.ops.unsloth_trl.moe_linear_backward(grads[0].contiguous(), *ctx.saved_tensors, needed, *ctx.settings)
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), None, None, None
+    found = torch.ops.unsloth_trl.moe_linear_backward(grads[0].contiguous(), *tensors, scales, needed, *ctx.settings)
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *none
 
 
 _moe_linear.register_autograd(_backward, setup_context=_setup_context)
@@ -93,12 +122,12 @@ def composed_experts(
     x: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    first,
-    down,
+    first: Projection,
+    down: Projection,
     backend: Backend,
 ) -> torch.Tensor:
     """
-    The experts of a layer whose activation, or norm behind it, is not one of the op's.
+    The experts of a layer whose activation, norm behind it, or adapters' rank is not one of the op's.
 
     Args:
         module (`nn.Module`): The experts, which has `_apply_gate`, or `act_fn` where it has no gate.
@@ -110,15 +139,21 @@ def composed_experts(
     Returns:
         `torch.Tensor` of shape `(num_tokens, hidden)`.
     """
-    routing = route(top_k_index, down.weight.shape[0])
+    routing = sort_rows(top_k_index, down.weight.shape[0])
 
-    def project(rows: torch.Tensor, projection) -> torch.Tensor:
+    def project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
+        weight = projection.weight
         out, _ = torch.ops.unsloth_trl.moe_linear(
             rows,
-            projection.weight,
+            weight.tensor,
             projection.a,
             projection.b,
+            weight.scales,
+            routing.order,
+            routing.place,
             routing.offsets,
+            weight.meta,
+            weight.shape[2 if module.is_transposed else 1],
             module.is_transposed,
             backend,
         )

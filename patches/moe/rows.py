@@ -1,0 +1,501 @@
+"""The work on the rows of a mixture around its two grouped products, each step one pass over memory.
+
+With rows sorted by expert (`routing.py`), a layer with low-rank adapters `A`, `B` on its stacked weights is
+
+    xs, xa = gather_project(x, routing, A_gate_up)
+    gu = grouped product of xs
+    h, ha = gate_forward(gu, routing, kind, xa, B_gate_up, A_down)
+    y = grouped product of h
+    out = combine(y, routing, weights, ha, B_down)
+
+and backwards
+
+    dy, dweights, dyb = combine_backward(grad, y, routing, weights, B_down)
+    dh = grouped product of dy
+    dgu, h, dgub = gate_backward(gu, dh, routing, kind, xa, B_gate_up, dyb, A_down)
+    dxs = grouped product of dgu
+    dx = combine(dxs, routing, None, dgub, A_gate_up)
+
+or, without `y` and with a pass less, beginning with
+
+    ds, dyb = gather_project(grad, routing, B_down)
+    dh = grouped product of ds
+    dgu, h, dgub, dweights = gate_backward_weighted(gu, dh, routing, kind, weights, xa, B_gate_up, dyb, A_down)
+
+`gu` is saved without its adapter. Products with an adapter's factors are done on rows that are in registers for
+another reason; only the last one of each direction is a pass of its own, in place. A scaling is in `B` already.
+
+Triton on CUDA (`row_kernels.py`), plain PyTorch elsewhere (`rows_reference.py`). Nothing here has autograd.
+"""
+
+import functools
+import importlib.util
+
+import torch
+
+from .routing import Routing
+from .rows_reference import (
+    add_product_reference_,
+    combine_backward_reference,
+    combine_reference,
+    gate_backward_reference,
+    gate_forward_reference,
+    gather_project_reference,
+)
+
+
+KINDS = ("silu", "gelu_tanh", "gpt_oss")
+MAX_RANK = 128  # a bias that comes as one more row of `B` is a rank of its own
+TILE_ROWS = 32  # of `Routing.tiles`, for every kernel, so that one table serves a layer
+
+# More than this, and programs of 32 rows fill a GPU of 132 SMs; below, those of 16 rows are twice as many.
+_MANY_ROWS = 132 * 4 * 32
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the kernels can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _use_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and has_triton()
+
+
+def _pad(rank: int) -> int:
+    """`tl.dot` wants at least 16, and a power of two."""
+    if not 0 < rank <= MAX_RANK:
+        raise ValueError(f"the rank of an adapter on experts can be 1 to {MAX_RANK} here, not {rank}")
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+def _ranks(name: str, factor: torch.Tensor | None) -> dict[str, int]:
+    rank = 0 if factor is None else factor.shape[1]
+    return {name: rank, f"{name}_PAD": _pad(rank) if rank else 16}
+
+
+def _columns(columns: int, dtype: torch.dtype, *ranks: int) -> int:
+    """Columns of a step: `columns` in 16 bits up to a rank of 64, half of it in 32 bits and beyond that rank."""
+    return max(16, columns // (2 if dtype.itemsize == 4 else 1) // (2 if max(ranks) > 64 else 1))
+
+
+def _rows(num_rows: int) -> dict[str, int]:
+    return {"TILE": TILE_ROWS, "BLOCK_M": 32 if num_rows >= _MANY_ROWS else 16}
+
+
+def _gate_steps(dtype: torch.dtype, block_m: int, *ranks: int) -> dict[str, int]:
+    """
+    The activation's columns and warps. Its values are an operand of a product, and warps beyond one for 16 rows would
+    all compute the same ones; without products the warps share the columns.
+    """
+    if not any(ranks):
+        return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_N": _columns(32, dtype, *ranks), "num_warps": block_m // 16, "num_stages": 3}
+
+
+def _parts(routing: Routing, blocks: dict[str, int]) -> int:
+    """Programs that cover all rows of all experts."""
+    return routing.tiles(TILE_ROWS).shape[0] * (TILE_ROWS // blocks["BLOCK_M"])
+
+
+def _check(**contiguous: torch.Tensor | None) -> None:
+    for name, x in contiguous.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} has to be contiguous")
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind is one of {', '.join(KINDS)}, not {kind!r}")
+
+
+def _check_pair(first: torch.Tensor | None, second: torch.Tensor | None, names: str) -> None:
+    if (first is None) != (second is None):
+        raise ValueError(f"{names} come together or not at all")
+
+
+def gather_project(
+    x: torch.Tensor, routing: Routing, a: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Bring the tokens into the order of the experts and multiply them with an adapter's first factor.
+
+    Args:
+        x (`torch.Tensor` of shape `(num_tokens, hidden_size)`): Tokens.
+        routing (`Routing`): Their rows.
+        a (`torch.Tensor` of shape `(num_experts, rank, hidden_size)`, *optional*): First factors, in the dtype of `x`.
+
+    Returns:
+        `xs` `(num_rows, hidden_size)` and `xa` `(num_rows, rank)` or `None`, in the dtype of `x`.
+    """
+    if not _use_kernels(x):
+        return gather_project_reference(x, routing, a)
+    return launch_gather_project(x, routing, a)
+
+
+def launch_gather_project(x, routing, a):
+    """`gather_project` through the kernel."""
+    from .row_kernels import gather_project_kernel
+
+    _check(x=x, a=a)
+    width, ranks, blocks = x.shape[1], _ranks("RANK", a), _rows(routing.num_rows)
+    xs = x.new_empty(routing.num_rows, width)
+    xa = None if a is None else x.new_empty(routing.num_rows, ranks["RANK"])
+    if xs.numel():
+        step = _columns(128, x.dtype, ranks["RANK"])
+        chunk = 2 * step if a is None else width
+        with torch.cuda.device_of(x):
+            gather_project_kernel[(_parts(routing, blocks), -(-width // chunk))](
+                x,
+                routing.order,
+                routing.tiles(TILE_ROWS),
+                a,
+                xs,
+                xa,
+                width,
+                chunk,
+                TOP_K=routing.top_k,
+                **ranks,
+                **blocks,
+                BLOCK_N=step,
+                num_warps=4,
+                num_stages=3,
+            )
+    return xs, xa
+
+
+def gate_forward(
+    gu: torch.Tensor,
+    routing: Routing,
+    kind: str,
+    xa: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    a_down: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Add the adapter, activate, and multiply with the first factor of the next adapter.
+
+    Args:
+        gu (`torch.Tensor` of shape `(num_rows, 2 * intermediate_size)`): Gate and up, a bias included.
+        routing (`Routing`): The rows.
+        kind (`str`): `"silu"` and `"gelu_tanh"`: gate, then up, `act(gate) * up`. `"gpt_oss"`: columns of gate and up
+            in turn, `(up + 1) * gate * sigmoid(alpha * gate)`, gate at most `limit`, up within it.
+        xa, b (`torch.Tensor` of shapes `(num_rows, rank)` and `(num_experts, rank, 2 * intermediate_size)`,
+            *optional*): Adapter of `gu`.
+        a_down (`torch.Tensor` of shape `(num_experts, rank, intermediate_size)`, *optional*): First factors of the
+            adapter of what follows.
+
+    Returns:
+        `h` `(num_rows, intermediate_size)` and `ha` `(num_rows, rank)` or `None`, in the dtype of `gu`.
+    """
+    _check_kind(kind)
+    _check_pair(xa, b, "xa and b")
+    if not _use_kernels(gu):
+        return gate_forward_reference(gu, routing, kind, xa, b, a_down, alpha, limit)
+    return launch_gate_forward(gu, routing, kind, xa, b, a_down, alpha, limit)
+
+
+def launch_gate_forward(gu, routing, kind, xa, b, a_down, alpha, limit):
+    """`gate_forward` through the kernel."""
+    from .row_kernels import gate_forward_kernel
+
+    _check(gu=gu, xa=xa, b=b, a_down=a_down)
+    width, ranks, down = gu.shape[1] // 2, _ranks("RANK", b), _ranks("RANK_DOWN", a_down)
+    blocks = _rows(routing.num_rows)
+    h = gu.new_empty(routing.num_rows, width)
+    ha = None if a_down is None else gu.new_empty(routing.num_rows, down["RANK_DOWN"])
+    if h.numel():
+        steps = _gate_steps(gu.dtype, blocks["BLOCK_M"], ranks["RANK"], down["RANK_DOWN"])
+        chunk = 2 * steps["BLOCK_N"] if a_down is None else width
+        with torch.cuda.device_of(gu):
+            gate_forward_kernel[(_parts(routing, blocks), -(-width // chunk))](
+                gu,
+                routing.tiles(TILE_ROWS),
+                xa,
+                b,
+                a_down,
+                h,
+                ha,
+                width,
+                chunk,
+                alpha,
+                limit,
+                KIND=kind,
+                **ranks,
+                **down,
+                **blocks,
+                **steps,
+            )
+    return h, ha
+
+
+def gate_backward(
+    gu: torch.Tensor,
+    dh: torch.Tensor,
+    routing: Routing,
+    kind: str,
+    xa: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    dyb: torch.Tensor | None = None,
+    a_down: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    with_h: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """
+    Gradient of `gate_forward`; arguments that have the same name are those of the forward.
+
+    Args:
+        dh (`torch.Tensor` of shape `(num_rows, intermediate_size)`): Gradient of `h` from the weight alone.
+        dyb (`torch.Tensor` of shape `(num_rows, rank)`, *optional*): Gradient of `ha`; with `a_down` the adapter's
+            part of the gradient of `h`.
+        with_h (`bool`): Whether to write `h` again, which gradients of `a_down` and of the down weight need.
+
+    Returns:
+        `dgu` as `gu`, `h` `(num_rows, intermediate_size)` or `None`, and `dgub` `(num_rows, rank)`, the gradient of
+        `xa`, or `None`.
+    """
+    return _gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, None)[:3]
+
+
+def gate_backward_weighted(
+    gu: torch.Tensor,
+    dh: torch.Tensor,
+    routing: Routing,
+    kind: str,
+    weights: torch.Tensor,
+    xa: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    dyb: torch.Tensor | None = None,
+    a_down: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    with_h: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """
+    `gate_backward` that takes the weights in, so that neither `y` nor a pass over `dy` is needed.
+
+    Everything between `h` and the weighted sum is linear, so that `<grad[token], y>`, the gradient of a weight, is
+    `<dh, h>` with the gradient of a row as if its weight was 1.
+
+    Args:
+        dh, dyb: As in `gate_backward`, but from `grad[token]` in place of `dy`: from `gather_project(grad, ...)`.
+        weights (`torch.Tensor` of shape `(num_tokens, top_k)`): Factors of the sum.
+
+    Returns:
+        `dgu`, `h` and `dgub` as in `gate_backward`, each row times its weight (with `grad[token]` such a `h` gives the
+        gradient of the down weight), and `dweights` `(num_tokens, top_k)` in fp32, zeros for slots of no expert.
+    """
+    return _gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights)
+
+
+def _gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights):
+    _check_kind(kind)
+    _check_pair(xa, b, "xa and b")
+    _check_pair(dyb, a_down, "dyb and a_down")
+    run = launch_gate_backward if _use_kernels(gu) else gate_backward_reference
+    return run(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights)
+
+
+def launch_gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights):
+    """`gate_backward_weighted` through the kernel; `weights` can be `None`, as `dweights` is then."""
+    from .row_kernels import gate_backward_kernel
+
+    _check(gu=gu, dh=dh, xa=xa, b=b, dyb=dyb, a_down=a_down, weights=weights)
+    width, ranks, down = gu.shape[1] // 2, _ranks("RANK", b), _ranks("RANK_DOWN", a_down)
+    blocks = _rows(routing.num_rows)
+    dgu = torch.empty_like(gu)
+    h = torch.empty_like(dh) if with_h else None
+    dgub = None if b is None else gu.new_empty(routing.num_rows, ranks["RANK"])
+    dweights = None if weights is None else torch.empty(weights.shape, dtype=torch.float32, device=gu.device)
+    if dh.numel():
+        steps = _gate_steps(gu.dtype, blocks["BLOCK_M"], ranks["RANK"], down["RANK_DOWN"])
+        chunk = 2 * steps["BLOCK_N"] if b is None and weights is None else width
+        with torch.cuda.device_of(gu):
+            gate_backward_kernel[(_parts(routing, blocks), -(-width // chunk))](
+                gu,
+                dh,
+                routing.order,
+                routing.tiles(TILE_ROWS),
+                weights,
+                routing.offsets,
+                xa,
+                b,
+                dyb,
+                a_down,
+                dgu,
+                h,
+                dgub,
+                dweights,
+                routing.num_rows,
+                width,
+                routing.num_experts,
+                chunk,
+                alpha,
+                limit,
+                KIND=kind,
+                WITH_H=with_h,
+                WEIGHTED=weights is not None,
+                **ranks,
+                **down,
+                **blocks,
+                **steps,
+            )
+    return dgu, h, dgub, dweights
+
+
+def combine(
+    y: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor | None = None,
+    ya: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Sum the rows of each token.
+
+    Args:
+        y (`torch.Tensor` of shape `(num_rows, hidden_size)`): Rows. Those of no expert may hold anything, NaN too.
+        routing (`Routing`): The rows.
+        weights (`torch.Tensor` of shape `(num_tokens, top_k)`, *optional*): Factors, of any float dtype.
+        ya, b (`torch.Tensor` of shapes `(num_rows, rank)` and `(num_experts, rank, hidden_size)`, *optional*): Adapter
+            of `y`, added to `y` in place first: the rows of a token have as many experts, so that a sum by token would
+            read `rank` rows of `b` for each row of `y`.
+
+    Returns:
+        `torch.Tensor` of shape `(num_tokens, hidden_size)`: In the dtype of `y`, summed in fp32.
+    """
+    _check_pair(ya, b, "ya and b")
+    if b is not None:
+        add_product_(y, ya, b, routing)
+    if not _use_kernels(y):
+        return combine_reference(y, routing, weights)
+    return launch_combine(y, routing, weights)
+
+
+def launch_combine(y, routing, weights):
+    """`combine` through the kernel, without an adapter."""
+    from .row_kernels import combine_kernel
+
+    _check(y=y, weights=weights, place=routing.place)
+    num_tokens, width = routing.place.shape[0], y.shape[1]
+    out = y.new_empty(num_tokens, width)
+    if out.numel():
+        step = min(1024, max(128, 1 << (width - 1).bit_length()))
+        with torch.cuda.device_of(y):
+            combine_kernel[(num_tokens, -(-width // step))](
+                y,
+                routing.place,
+                weights,
+                routing.offsets,
+                out,
+                width,
+                routing.num_experts,
+                TOP_K=routing.top_k,
+                WEIGHTED=weights is not None,
+                BLOCK_N=step,
+                num_warps=max(1, step // 256),
+            )
+    return out
+
+
+def combine_backward(
+    grad: torch.Tensor,
+    y: torch.Tensor | None,
+    routing: Routing,
+    weights: torch.Tensor,
+    b_down: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """
+    Gradient of `combine` with weights.
+
+    Args:
+        grad (`torch.Tensor` of shape `(num_tokens, hidden_size)`): Gradient of the sum.
+        y (`torch.Tensor` of shape `(num_rows, hidden_size)`, *optional*): The rows, adapter included; without them the
+            weights get no gradient, and a pass less over memory.
+        routing (`Routing`): The rows.
+        weights (`torch.Tensor` of shape `(num_tokens, top_k)`): Factors.
+        b_down (`torch.Tensor` of shape `(num_experts, rank, hidden_size)`, *optional*): Second factors of the adapter.
+
+    Returns:
+        `dy` `(num_rows, hidden_size)` in the dtype of `grad`; `dweights` `(num_tokens, top_k)` in fp32, zeros for
+        slots of no expert, or `None`; and `dyb` `(num_rows, rank)` in the dtype of `grad`, the gradient of `ya`, or
+        `None`.
+    """
+    if not _use_kernels(grad):
+        return combine_backward_reference(grad, y, routing, weights, b_down)
+    return launch_combine_backward(grad, y, routing, weights, b_down)
+
+
+def launch_combine_backward(grad, y, routing, weights, b_down):
+    """`combine_backward` through the kernel."""
+    from .row_kernels import combine_backward_kernel
+
+    _check(grad=grad, y=y, weights=weights, b_down=b_down)
+    width, ranks, blocks = grad.shape[1], _ranks("RANK", b_down), _rows(routing.num_rows)
+    dy = grad.new_empty(routing.num_rows, width)
+    dweights = None if y is None else torch.empty(weights.shape, dtype=torch.float32, device=grad.device)
+    dyb = None if b_down is None else grad.new_empty(routing.num_rows, ranks["RANK"])
+    if dy.numel():
+        with torch.cuda.device_of(grad):
+            combine_backward_kernel[(_parts(routing, blocks),)](
+                grad,
+                y,
+                routing.order,
+                routing.tiles(TILE_ROWS),
+                weights,
+                routing.offsets,
+                b_down,
+                dy,
+                dweights,
+                dyb,
+                routing.num_rows,
+                width,
+                routing.num_experts,
+                TOP_K=routing.top_k,
+                WITH_DWEIGHTS=y is not None,
+                **ranks,
+                **blocks,
+                BLOCK_N=_columns(64, grad.dtype, ranks["RANK"]),
+                num_warps=4,
+                num_stages=3,
+            )
+    return dy, dweights, dyb
+
+
+def add_product_(y: torch.Tensor, xa: torch.Tensor, b: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """
+    Add a low-rank product in place.
+
+    Args:
+        y (`torch.Tensor` of shape `(num_rows, width)`): Rows.
+        xa (`torch.Tensor` of shape `(num_rows, rank)`): First product.
+        b (`torch.Tensor` of shape `(num_experts, rank, width)`): Second factors.
+        routing (`Routing`): The rows.
+
+    Returns:
+        `y`.
+    """
+    if not _use_kernels(y):
+        return add_product_reference_(y, xa, b, routing)
+    return launch_add_product_(y, xa, b, routing)
+
+
+def launch_add_product_(y, xa, b, routing):
+    """`add_product_` through the kernel."""
+    from .row_kernels import add_product_kernel
+
+    _check(y=y, xa=xa, b=b)
+    width, ranks, blocks = y.shape[1], _ranks("RANK", b), _rows(routing.num_rows)
+    if y.numel():
+        step = _columns(128, y.dtype, ranks["RANK"])
+        with torch.cuda.device_of(y):
+            add_product_kernel[(_parts(routing, blocks), -(-width // step))](
+                y, routing.tiles(TILE_ROWS), xa, b, width, **ranks, **blocks, BLOCK_N=step, num_warps=4, num_stages=1
+            )
+    return y

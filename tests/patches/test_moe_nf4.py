@@ -1,0 +1,131 @@
+"""Experts in 4 bits through the experts op: what their dequantised weights give, and nothing that outlives its use."""
+
+import pytest
+import torch
+from peft import get_peft_model
+
+import unsloth_trl
+from tests.largest import LargestTensor
+from tests.numerics import ADAMW, assert_runs_close, run_sft
+from tests.patches.test_moe import IDS, assert_same, distance, experts_lora, fill, patch, stacks, step
+from tests.tiny import tiny_model
+from unsloth_trl.patches.moe import weights
+from unsloth_trl.patches.quantization.experts import dequantize_experts, quantize_experts_
+from unsloth_trl.patches.quantization.scratch import Scratch
+
+
+pytest.importorskip("bitsandbytes", reason="the test extra has it")
+torch.set_num_threads(1)
+
+ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma4_text"]
+EXPERTS = {
+    "lora": True,
+    "lora_kwargs": {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
+}
+
+
+def quantized(model_type, dense=False):
+    """A model with experts in 4 bits, or the same numbers as ordinary weights."""
+    model = tiny_model(model_type)
+    assert len(quantize_experts_(model)) == 2 * len(stacks(model))
+    if dense:
+        dequantize_experts(model)
+    return model
+
+
+def with_lora(model_type, **kwargs):
+    return fill(get_peft_model(quantized(model_type, **kwargs), experts_lora()))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    scratch = Scratch(poison=True)
+    monkeypatch.setattr(weights, "SCRATCH", scratch)
+    return scratch
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_experts_in_4_bits_are_their_dequantised_weights(model_type, poisoned):
+    expected = step(with_lora(model_type, dense=True))
+    model = with_lora(model_type)
+    report = patch(model)
+    assert "experts in 4 bits" in report["moe"].modules[0] and "as two thin products" in report["moe"].detail
+    assert_same(step(model), expected)
+    assert_same(step(model), expected)
+    largest = max(
+        module._parameters[name].quant_state.shape.numel()
+        for module in stacks(model)
+        for name in ("gate_up_proj", "down_proj")
+    )
+    assert 0 < poisoned.nbytes <= 2 * 4 * largest
+    report.remove()
+
+
+def test_two_layers_in_one_graph_do_not_meet(poisoned):
+    model = with_lora("qwen3_moe")
+    expected = step(with_lora("qwen3_moe", dense=True))
+    patch(model)
+    model.zero_grad()
+    first, second = (model(input_ids=IDS, labels=IDS) for _ in range(2))
+    (first.loss + second.loss).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert distance(parameter.grad, 2 * expected[1][name]) < 1e-5, name
+
+
+def test_only_the_scratch_is_as_large_as_the_weights():
+    model = fill(get_peft_model(_many_experts(), experts_lora(r=1)))
+    patch(model)
+    limit = 32 * 64 * 64
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = []
+
+    def counts(tensor):
+        if tensor.numel() >= limit and tensor.untyped_storage().data_ptr() not in own:
+            held.append(tensor.untyped_storage().data_ptr())
+        return False
+
+    with LargestTensor(counts):
+        model(input_ids=IDS[:1, :4], labels=IDS[:1, :4]).loss.backward()
+    buffers = {slot.buffer.untyped_storage().data_ptr() for slots in weights.SCRATCH._slots.values() for slot in slots}
+    assert set(held) == buffers and len(buffers) == 2
+
+
+def _many_experts():
+    model = tiny_model("qwen3_moe", num_experts=32, moe_intermediate_size=64)
+    quantize_experts_(model)
+    return model
+
+
+def test_merging_into_4_bits_is_refused_and_possible_after_dequantising():
+    model = with_lora("qwen3_moe")
+    patch(model)
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+    with pytest.raises(RuntimeError, match="dequantize_experts"):
+        model.merge_and_unload()
+    dequantize_experts(model)
+    with torch.no_grad():
+        assert distance(model.merge_and_unload()(input_ids=IDS).logits, expected) < 1e-5
+
+
+def test_a_patch_that_is_removed_frees_the_scratch():
+    model = with_lora("qwen3_moe")
+    report = patch(model)
+    step(model)
+    assert weights.SCRATCH.nbytes > 0
+    report.remove()
+    assert weights.SCRATCH.nbytes == 0
+
+
+@pytest.mark.parametrize("config", [{}, {"gradient_checkpointing": True}, ADAMW], ids=str)
+def test_training_equals_that_of_the_dequantised_weights(config):
+    ours, expected = (
+        run_sft(unsloth_trl, "qwen3_moe", model=quantized("qwen3_moe", dense), packing=True, **EXPERTS, **config)
+        for dense in (False, True)
+    )
+    assert_runs_close(ours, expected, 1e-4)
+    assert "in 4 bits" in ours.trainer.patch_report["moe"].modules[0]
