@@ -112,16 +112,8 @@ def _moe_experts(
         y = grouped_mm(hidden, _forwards(weight, transposed), routing, backend, ha, down_b)
     out = combine(y, routing, top_k_weights.contiguous())
     saved = [x.new_empty(0) if t is None else t for t in (xa, ha)]
-    return [
-        out,
-        gu,
-        *saved,
-        routing.order,
-        routing.place,
-        routing.offsets,
-        routing.tiles(TILE_ROWS),
-        _wide_tiles(routing, wide),
-    ]
+    tiles = (routing.tiles(TILE_ROWS), _wide_tiles(routing, wide))
+    return [out, gu, *saved, routing.order, routing.place, routing.offsets, *tiles]
 
 
 def _wide_tiles(routing: Routing, wide: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which test holds for which public report: B01 to B36, B47 to B53, B70, B73 to B77 and B84 to B88."""
+"""Which test holds for which public report: B01 to B53, B70, B73 to B78 and B83 to B88."""
 
 import ast
 from pathlib import Path
@@ -118,6 +118,38 @@ COVERAGE = {
         "tests/trainers/test_reports_grpo_sharing.py::test_b36_attention_dropout_falls_back",
         "tests/trainers/test_reports_grpo_sharing.py::test_a_prompt_longer_than_a_pass",
     ],
+    "B37": [
+        "tests/trainers/test_moe_training.py::test_b37_every_adapter_of_every_expert_moves",
+        "tests/patches/test_moe.py::test_lora_on_experts_is_what_peft_computes",
+    ],
+    "B38": [
+        "tests/trainers/test_reports_moe.py::test_b38_b40_every_expert_is_merged",
+        "tests/trainers/test_reports_moe.py::test_b38_a_delta_that_does_not_fit_is_an_error",
+    ],
+    "B39": ["tests/patches/test_moe.py::test_narrow_and_square_experts"],
+    "B40": ["tests/trainers/test_reports_moe.py::test_b38_b40_every_expert_is_merged"],
+    "B41": [
+        "tests/trainers/test_reports_moe.py::test_b41_values_go_to_the_odd_columns",
+        "tests/patches/test_moe.py::test_activations_are_recognised",
+    ],
+    "B42": [
+        "tests/trainers/test_reports_moe.py::test_b42_routing_weights_are_the_scores_without_the_bias",
+        "tests/trainers/test_moe_training.py::test_b42_the_correction_bias_chooses_and_does_not_weigh",
+    ],
+    "B43": [
+        "tests/models/test_targets.py::test_names_of_dense_layers_reach_the_experts",
+        "tests/models/test_targets.py::test_a_target_that_matches_nothing_is_refused",
+        "tests/trainers/test_moe_training.py::test_b43_names_of_dense_layers_train_the_experts",
+    ],
+    "B44": [
+        "tests/trainers/test_reports_moe.py::test_b44_the_balance_counts_no_padding",
+        "tests/invariant/test_packed_equals_unpacked.py::test_bfd_equals_unpacked",
+    ],
+    "B45": ["tests/trainers/test_moe_training.py::test_adapters_on_disk_are_those_of_peft"],
+    "B46": [
+        "tests/patches/test_moe_op.py::test_all_tokens_to_one_expert",
+        "tests/patches/test_moe_op.py::test_one_token_and_none",
+    ],
     "B47": [
         "tests/trainers/test_checkpoint_policies.py::test_b47_page_locking_that_fails",
         "tests/trainers/test_checkpoint_policies.py::test_b47_less_host_memory_than_needed",
@@ -151,7 +183,11 @@ COVERAGE = {
         "tests/trainers/test_reports_environment.py::test_b74_precision_does_not_leak_into_the_next_trainer",
         "tests/trainers/test_reports_environment.py::test_b74_large_activations_stay_finite_in_fp32",
     ],
-    "B75": "no Triton kernel of our own yet; torch's FlashAttention is taken from sm_80 on only",
+    "B75": [
+        "tests/patches/test_moe_gemm.py::test_compiles_within_shared_memory",
+        "tests/patches/test_moe_rows.py::test_kernels_compile_for",
+        "tests/patches/test_nf4.py::test_kernel_compiles",
+    ],
     "B76": [
         "tests/packaging/test_sources.py::test_rewrites_nothing",
         "tests/packaging/test_versions.py::test_too_old_is_named_with_both_versions",
@@ -161,6 +197,8 @@ COVERAGE = {
         "tests/packaging/test_import.py::test_import_order_does_not_matter",
         "tests/packaging/test_import.py::test_nothing_of_another_library_is_replaced",
     ],
+    "B78": ["tests/patches/test_moe_gemm.py::test_without_tensor_descriptors_plain_loads_run_and_one_warning_says_so"],
+    "B83": ["tests/trainers/test_reports_moe.py::test_b83_heads_of_every_size"],
     "B84": ["tests/trainers/test_checkpoint_policies.py::test_b84_grpo_memory_does_not_climb"],
     "B85": [
         "tests/trainers/test_reports_memory.py::test_b85_evaluation_keeps_no_logits",
@@ -181,7 +219,7 @@ COVERAGE = {
     ],
 }
 
-REPORTS = [*range(1, 37), *range(47, 54), 70, *range(73, 78), *range(84, 89)]
+REPORTS = [*range(1, 54), 70, *range(73, 79), *range(83, 89)]
 
 
 def test_every_report_is_listed():
