@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.benchmarks.models import config as benchmark_config
@@ -151,16 +152,25 @@ def test_eight_bit_optimizer_and_full_training(shapes):
     assert tiny["adamw"].optimizer == tiny["adamw_8bit"].optimizer > 0
 
 
-def test_experts_stay_bf16_and_count_by_their_choices(shapes):
+def test_experts_are_packed_and_count_by_their_choices(shapes):
     config = tiny_config("qwen3_moe")
     shape = read_shape(config)
     experts = sum(layer.experts.weights for layer in shape.layers)
     assert experts == sum(p.numel() for n, p in tiny_model("qwen3_moe").named_parameters() if "experts" in n) > 0
     linear = sum(i * o for i, o in shape.linears)
     qlora = estimate_memory(shape, batch=1, max_length=64, qlora=True)
-    assert qlora.weights == 2 * (shape.num_parameters - linear) + sum(nf4_bytes(i * o) for i, o in shape.linears)
-    assert qlora.weights > 2 * experts
-    assert any("experts are counted as frozen" in note for note in qlora.notes)
+    packed = [i * o for i, o in shape.linears]
+    packed += [p.numel() for n, p in tiny_model("qwen3_moe").named_parameters() if "experts" in n]
+    assert qlora.weights == 2 * (shape.num_parameters - linear - experts) + sum(map(nf4_bytes, packed))
+    plain = estimate_memory(shape, batch=1, max_length=64)
+    assert plain.weights == 2 * shape.num_parameters
+    assert qlora.workspace - plain.workspace == 2 * experts // len(shape.layers)  # what a layer's are dequantised into
+    assert any("in NF4, as unsloth_trl.load_in_4bit loads them" in note for note in qlora.notes)
+    model = get_peft_model(
+        tiny_model("qwen3_moe"), LoraConfig(r=1, target_parameters=["gate_up_proj", "down_proj"], target_modules=[])
+    )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert any(f"LoRA on them has {trained / 1e6:.2f} M more weights per rank" in note for note in plain.notes)
 
     training = Training(64, 64, 16)
     one, two = (read_shape(tiny_config("qwen3_moe", num_experts_per_tok=k)).layers[0] for k in (1, 2))

@@ -51,7 +51,8 @@ def patch(model, **config):
 def step(model):
     """Logits, and the gradient of each trained weight."""
     model.zero_grad()
-    out = model(input_ids=IDS, labels=IDS)
+    ids = IDS.to(next(model.parameters()).device)
+    out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

@@ -18,6 +18,7 @@ from .memory_terms import (
     adapter_sizes,
     backward_extra,
     cache_bytes,
+    expert_scratch,
     head_bytes,
     layer_input,
     optimizer_bytes,
@@ -247,12 +248,18 @@ def estimate_memory(
     kind = "NF4 and bf16" if qlora else "bf16"
     what = "all weights" if full else f"LoRA r={lora_r} on {len(shape.linears)} linear layers"
     millions = sum(sizes) / 1e6
+    scratch = expert_scratch(shape) if qlora else 0
+    if scratch:
+        notes.append(
+            f"experts are in NF4, as unsloth_trl.load_in_4bit loads them; {scratch / GIB:.2f} GiB of the workspace "
+            "are one layer's, dequantised"
+        )
     static = {
         "weights": weight_bytes(shape, qlora),
         "adapter": 0 if full else trained,
         "gradients": trained,
         "optimizer": optimizer_bytes(sizes, element, optim),
-        "workspace": WORKSPACE + tokens * (BATCH + 2 * HALF * shape.head_size),
+        "workspace": WORKSPACE + scratch + tokens * (BATCH + 2 * HALF * shape.head_size),
         "quantized": qlora,
         "generation": cache_bytes(shape, batch * sum(lengths.values())) if method == "grpo" else 0,
         "tokens": tokens,
@@ -345,10 +352,8 @@ def _notes(shape: ModelShape, longest: int, full: bool) -> list[str]:
         notes.append("attention with soft-capping or sinks runs eagerly here: its scores are not counted")
     if any(layer.attention is None for layer in shape.layers):
         notes.append("layers without attention are counted by their linear layers only")
-    experts = max(layer.experts.weights if layer.experts else 0 for layer in shape.layers)
-    if experts and not full:
-        notes.append(
-            "experts are counted as frozen; with LoRA on them PEFT has more adapters, and also the merged weights of "
-            f"one layer, {HALF * experts / GIB:.2f} GiB, and of every layer that keeps its activations"
-        )
+    # a rank-one adapter of an expert has the sides of both weights, gate and values together
+    sides = [e.number * (2 * layer.hidden + 3 * e.width) for layer in shape.layers if (e := layer.experts)]
+    if sides and not full:
+        notes.append(f"experts are counted as frozen; LoRA on them has {sum(sides) / 1e6:.2f} M more weights per rank")
     return notes

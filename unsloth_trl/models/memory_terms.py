@@ -278,11 +278,20 @@ def nf4_bytes(numel: int) -> int:
 
 
 def weight_bytes(shape: ModelShape, qlora: bool) -> int:
-    """Bytes of the weights: bf16, or with `qlora` NF4 for linear layers; embeddings, head and experts stay bf16."""
+    """Bytes of the weights: bf16, or with `qlora` NF4 for linear layers and experts; embeddings and head stay bf16."""
     total = HALF * shape.num_parameters
     if qlora:
-        total += sum(nf4_bytes(i * o) - HALF * i * o for i, o in shape.linears)
+        packed = [i * o for i, o in shape.linears]
+        for layer in shape.layers:
+            if layer.experts:
+                packed += [layer.experts.weights * 2 // 3, layer.experts.weights // 3]
+        total += sum(nf4_bytes(numel) - HALF * numel for numel in packed)
     return total
+
+
+def expert_scratch(shape: ModelShape) -> int:
+    """Bytes of the buffers that experts in 4 bits are dequantised into, one for each of their two weights."""
+    return HALF * max((layer.experts.weights for layer in shape.layers if layer.experts), default=0)
 
 
 def adapter_sizes(shape: ModelShape, rank: int) -> list[int]:
