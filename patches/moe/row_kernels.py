@@ -323,10 +323,12 @@ def combine_kernel(
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + choice)
-        ours = row < last
-        value = tl.load(y + row * width + cols, mask=ours & (cols < width), other=0.0).to(tl.float32)
+        # nothing of a row of no expert, which may hold NaN
+        end = tl.where(row < last, width, 0)
+        value = tl.load(y + row * width + cols, mask=cols < end, other=0.0).to(tl.float32)
         if WEIGHTED:
-            value *= tl.load(weights + token * TOP_K + choice, mask=ours, other=0.0).to(tl.float32)
+            weight = tl.load(weights + token * TOP_K + choice).to(tl.float32)
+            value *= tl.where(row < last, weight, 0.0)
         total += value
     tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=cols < width)
 

@@ -115,7 +115,7 @@ for tokens in a.tokens:
     inputs = x, index, (weights / weights.sum(-1, keepdim=True)).to(dtype), grad
     times: dict[str, list[float]] = {name: [] for name in variants}
     peaks: dict[str, float] = {}
-    for name, (layer, implementation) in variants.items():
+    for layer, implementation in variants.values():
         for _ in range(3):
             run(layer, implementation, inputs)
     for turn in range(a.rounds):

@@ -1,4 +1,4 @@
-"""The experts op on a GPU: every backend against the loop in fp64, without a question to the device, bit for bit again."""
+"""The experts op on a GPU: every backend against the loop in fp64, no question to the device, the same bits again."""
 
 import functools
 
