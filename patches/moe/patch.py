@@ -23,7 +23,7 @@ from .composed import composed_experts
 from .op import Gate, Projection, moe_experts
 from .rows import MAX_RANK
 from .rows_reference import gate_forward_reference
-from .weights import SCRATCH, read_stacked, stacked_shape
+from .weights import add_scratch, read_stacked, remove_scratch, stacked_shape
 
 
 NAMES = {
@@ -243,6 +243,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     key, text = _text_key(model), model.config.get_text_config()
     before = text._experts_implementation
     model.set_experts_implementation({key: NAMES[requested]})
+    add_scratch(model, experts)
     wrappers = [module for module in model.modules() if _splits(module)] if config.split_lora else []
     for wrapper in wrappers:
         wrapper.forward = SplitLoraForward(wrapper)
@@ -253,7 +254,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
                 forward.take_off()
             module.__dict__.pop(GATE, None)
         model.set_experts_implementation({key: before})
-        SCRATCH.clear()
+        remove_scratch([module for module in model.modules() if is_experts(module)])
 
     down = read_stacked(experts[0], "down_proj")
     widths = (*stacked_shape(experts[0], _first(experts[0]))[1:], *down.shape[1:])

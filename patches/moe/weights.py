@@ -1,6 +1,8 @@
 """Stacked weights as the experts op takes them: one tensor, or the packed bytes of 4 bits and their scales."""
 
 import contextlib
+import itertools
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -8,12 +10,16 @@ import torch
 from torch import nn
 
 from ..quantization.experts import packed_weight
+from ..quantization.foresight import Foresight
 from ..quantization.op import NF4Weight
 from ..quantization.scratch import Scratch
 
 
-# of all models: a weight is dequantised right before its product, and only the packed one is kept for the backward
-SCRATCH = Scratch()
+# Where the weights of a model are dequantised, right before a product; only the packed ones are kept for a backward.
+# An op takes no objects, so each has a number.
+_SCRATCHES: dict[int, Foresight] = {}
+_NUMBERS = itertools.count(1)
+SCRATCH = "_unsloth_trl_scratch"  # the number, on an experts module
 
 
 class Stacked(NamedTuple):
@@ -23,7 +29,8 @@ class Stacked(NamedTuple):
     Args:
         tensor (`torch.Tensor` of shape `(num_experts, ...)`, or uint8): Weights, or their packed bytes.
         scales (`list[torch.Tensor]`): Empty, or what `NF4Weight` has beside the bytes.
-        meta (`list[int]`): Its two block sizes, zero where it is not packed, and its shape.
+        meta (`list[int]`): Its two block sizes and the number of the model's scratch buffers, zeros where it is not
+            packed, and its shape.
         dtype (`torch.dtype`): Of the weights, or of those that were packed.
         shape (`tuple[int, ...]`): Of the weights.
     """
@@ -37,7 +44,7 @@ class Stacked(NamedTuple):
 
 def plain(weight: torch.Tensor) -> Stacked:
     """A weight that is not packed."""
-    return Stacked(weight, [], [0, 0, *weight.shape], weight.dtype, tuple(weight.shape))
+    return Stacked(weight, [], [0, 0, 0, *weight.shape], weight.dtype, tuple(weight.shape))
 
 
 def read_stacked(module: nn.Module, name: str) -> Stacked:
@@ -49,7 +56,7 @@ def read_stacked(module: nn.Module, name: str) -> Stacked:
     scales = [packed.absmax, packed.code]
     if packed.nested_absmax is not None:
         scales += [packed.nested_absmax, packed.nested_code, packed.offset]
-    meta = [packed.blocksize, packed.nested_blocksize, *packed.shape]
+    meta = [packed.blocksize, packed.nested_blocksize, module.__dict__.get(SCRATCH, 0), *packed.shape]
     return Stacked(packed.packed, scales, meta, packed.dtype, packed.shape)
 
 
@@ -78,9 +85,40 @@ def dense(
     if not scales:
         yield tensor
         return
-    blocksize, nested_blocksize, *shape = meta
+    blocksize, nested_blocksize, number, *shape = meta
     weight = NF4Weight(
         tensor, *scales[:2], tuple(shape), dtype, blocksize, *scales[2:], nested_blocksize=nested_blocksize
     )
-    with SCRATCH.use(weight, dtype, purpose) as buffer:
+    with scratch_of(number).use(weight, dtype, purpose) as buffer:
         yield buffer
+
+
+def scratch_of(number: int) -> Foresight:
+    """The scratch buffers of a model, made when they are first asked for."""
+    if number not in _SCRATCHES:
+        _SCRATCHES[number] = Foresight(Scratch())
+    return _SCRATCHES[number]
+
+
+def add_scratch(model: nn.Module, experts: list[nn.Module]) -> int:
+    """
+    Give the experts of a model scratch buffers of their own, which go with the model.
+
+    Args:
+        model (`nn.Module`): The model.
+        experts (`list[nn.Module]`): Its experts.
+
+    Returns:
+        `int`: Their number.
+    """
+    number = next(_NUMBERS)
+    for module in experts:
+        module.__dict__[SCRATCH] = number
+    weakref.finalize(model, _SCRATCHES.pop, number, None)
+    return number
+
+
+def remove_scratch(experts: list[nn.Module]) -> None:
+    """Free the buffers that `add_scratch` gave."""
+    for number in {module.__dict__.pop(SCRATCH, None) for module in experts}:
+        _SCRATCHES.pop(number, None)

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 
-from training import be_quiet_and_offline, limit_memory, load_options, lora_config, packed_rows
+from training import be_quiet_and_offline, limit_memory, load_model, lora_config, packed_rows
 
 
 ap = argparse.ArgumentParser()
@@ -36,7 +36,7 @@ import torch
 from datasets import Dataset
 from models import build
 from record import provenance
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from unsloth_trl import SFTConfig, SFTTrainer
 from unsloth_trl.patches.checkpointing.settings import Notch
@@ -91,7 +91,7 @@ class Turns(TrainerCallback):
 
 turns = Turns()
 trainer = SFTTrainer(
-    model=AutoModelForCausalLM.from_pretrained(path, **load_options(None, bool(a.qlora))),
+    model=load_model(path, "ours", None, bool(a.qlora)),
     args=SFTConfig(
         output_dir=tempfile.mkdtemp(),
         max_length=a.len,

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 
-from training import be_quiet_and_offline, limit_memory, load_options, lora_config, write_profile
+from training import be_quiet_and_offline, limit_memory, load_model, lora_config, write_profile
 
 
 ap = argparse.ArgumentParser()
@@ -47,7 +47,7 @@ import torch
 from datasets import Dataset
 from models import build
 from record import provenance
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 
 if a.mode == "ours":
@@ -122,7 +122,7 @@ kw = {
 kw.update({k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)})
 clock = Clock()
 trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(path, **load_options(attn, bool(a.qlora), a.dtype)),
+    model=load_model(path, a.mode, attn, bool(a.qlora), a.dtype),
     args=GRPOConfig(**kw),
     reward_funcs=reward,
     train_dataset=Dataset.from_dict({"prompt": prompts()}),

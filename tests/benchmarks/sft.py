@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 
-from training import be_quiet_and_offline, limit_memory, load_options, lora_config, packed_rows, write_profile
+from training import be_quiet_and_offline, limit_memory, load_model, lora_config, packed_rows, write_profile
 
 
 ap = argparse.ArgumentParser()
@@ -52,7 +52,7 @@ import torch
 from datasets import Dataset
 from models import LINEARS, build
 from record import provenance
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 
 if a.mode == "ours":
@@ -141,7 +141,7 @@ else:
         kw["gradient_checkpointing"] = False
     kw.update({k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)})
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(path, **load_options(attn, bool(a.qlora), a.dtype)),
+        model=load_model(path, a.mode, attn, bool(a.qlora), a.dtype),
         args=SFTConfig(**kw),
         train_dataset=data,
         processing_class=tok,

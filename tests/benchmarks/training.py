@@ -44,6 +44,18 @@ def load_options(attn: str | None, qlora: bool, dtype: str = "bfloat16") -> dict
     return options
 
 
+def load_model(path: str, mode: str, attn: str | None, qlora: bool, dtype: str = "bfloat16"):
+    """The model of a run; with `qlora`, experts are in 4 bits too in mode ours, which no peer can do."""
+    from transformers import AutoModelForCausalLM
+
+    options = load_options(attn, qlora, dtype)
+    if mode == "ours" and qlora and "a3b" in path:
+        from unsloth_trl import load_in_4bit
+
+        return load_in_4bit(path, **options)
+    return AutoModelForCausalLM.from_pretrained(path, **options)
+
+
 def lora_config(model: str):
     """LoRA of rank 16 on all linear layers, and on the experts of a mixture."""
     from models import EXPERTS, LINEARS

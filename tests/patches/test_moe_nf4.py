@@ -1,5 +1,8 @@
 """Experts in 4 bits through the experts op: what their dequantised weights give, and nothing that outlives its use."""
 
+import contextlib
+import gc
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -43,7 +46,7 @@ def with_lora(model_type, **kwargs):
 @pytest.fixture
 def poisoned(monkeypatch):
     scratch = Scratch(poison=True)
-    monkeypatch.setattr(weights, "SCRATCH", scratch)
+    monkeypatch.setattr(weights, "Scratch", lambda: scratch)
     return scratch
 
 
@@ -90,7 +93,8 @@ def test_only_the_scratch_is_as_large_as_the_weights():
 
     with LargestTensor(counts):
         model(input_ids=IDS[:1, :4], labels=IDS[:1, :4]).loss.backward()
-    buffers = {slot.buffer.untyped_storage().data_ptr() for slots in weights.SCRATCH._slots.values() for slot in slots}
+    slots = [slot for slots in scratch(model)._slots.values() for slot in slots]
+    buffers = {slot.buffer.untyped_storage().data_ptr() for slot in slots}
     assert set(held) == buffers and len(buffers) == 2
 
 
@@ -116,9 +120,67 @@ def test_a_patch_that_is_removed_frees_the_scratch():
     model = with_lora("qwen3_moe")
     report = patch(model)
     step(model)
-    assert weights.SCRATCH.nbytes > 0
+    number = number_of(model)
+    assert weights.scratch_of(number).scratch.nbytes > 0
     report.remove()
-    assert weights.SCRATCH.nbytes == 0
+    assert number not in weights._SCRATCHES and number_of(model) == 0
+
+
+def test_a_model_that_is_gone_takes_its_scratch_along():
+    model = with_lora("qwen3_moe")
+    patch(model)
+    step(model)
+    number = number_of(model)
+    assert number in weights._SCRATCHES
+    del model
+    gc.collect()
+    assert number not in weights._SCRATCHES
+
+
+def test_the_next_weight_is_foreseen():
+    """Three layers, recomputed: from the second step on, who takes the buffer is who is asked for next."""
+    model = fill(get_peft_model(_quantized_layers(3), experts_lora()))
+    patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    step(model)
+    foresight = weights.scratch_of(number_of(model))
+    asked, foreseen, use = [], [], foresight.use
+
+    @contextlib.contextmanager
+    def watched(weight, dtype, purpose):
+        with use(weight, dtype, purpose) as dense:
+            yield dense
+        if purpose == "down":
+            asked.append(weight.packed.data_ptr())
+            foreseen.append(foresight.expected(purpose))
+
+    foresight.use = watched
+    for _ in range(3):
+        step(model)
+    order = [stacks(model)[i]._parameters["down_proj"].data_ptr() for i in (0, 1, 2, 2, 2, 1, 1, 0, 0)]
+    assert asked == 3 * order
+    for i in range(9, 26):
+        following = foreseen[i]
+        if following is None:
+            assert asked[i + 1] == asked[i]
+        else:
+            assert asked[i + 1] == following.packed.data_ptr() != asked[i]
+
+
+def _quantized_layers(number):
+    model = tiny_model("qwen3_moe", num_hidden_layers=number)
+    quantize_experts_(model)
+    return model
+
+
+def number_of(model) -> int:
+    (number,) = {module.__dict__.get(weights.SCRATCH, 0) for module in stacks(model)}
+    return number
+
+
+def scratch(model):
+    return weights.scratch_of(number_of(model)).scratch
 
 
 @pytest.mark.parametrize("config", [{}, {"gradient_checkpointing": True}, ADAMW], ids=str)
