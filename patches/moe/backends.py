@@ -134,15 +134,18 @@ def grouped_mm(
     return out if xa is None else add_product_(out, xa, b, routing)
 
 
-def grouped_gram(x: torch.Tensor, y: torch.Tensor, routing: Routing, backend: Backend) -> torch.Tensor:
+def grouped_gram(
+    x: torch.Tensor, y: torch.Tensor, routing: Routing, backend: Backend, y_rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """
     For each expert its rows of `x`, transposed, times its rows of `y`: the gradient of a weight.
 
     Args:
         x (`torch.Tensor` of shape `(num_rows, in_features)`): Rows, sorted by expert.
-        y (`torch.Tensor` of shape `(num_rows, out_features)`): Rows in the same order.
+        y (`torch.Tensor` of shape `(num_rows, out_features)`): Rows in the same order, or any with `y_rows`.
         routing (`Routing`): The rows.
         backend (`str`): What computes it.
+        y_rows (`torch.Tensor` of shape `(num_rows,)`, integer, *optional*): The row of `y` of each sorted row.
 
     Returns:
         `torch.Tensor` of shape `(num_experts, in_features, out_features)`: Zeros for experts without rows.
@@ -152,7 +155,8 @@ def grouped_gram(x: torch.Tensor, y: torch.Tensor, routing: Routing, backend: Ba
     if backend == "triton":
         from .gemm import triton_grouped_gram
 
-        return triton_grouped_gram(x, y, routing.offsets)
+        return triton_grouped_gram(x, y, routing.offsets, y_rows=y_rows)
+    y = y if y_rows is None else y[y_rows]
     if backend == "grouped_mm":
         return F.grouped_mm(x.t(), y, offs=routing.offsets)
     return grouped_gram_reference(x, y, routing.offsets)

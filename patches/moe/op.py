@@ -213,12 +213,11 @@ def _moe_experts_backward(
     if gate_up_a is not None and gate_up_bias is not None:
         grad_xa = grad_xa[:, :-1].contiguous()
     if needed[2] or needed[3]:
-        rows = x[routing.token]
+        token = routing.token
         if needed[2]:
-            grads[2] = _weight_grad(rows, grad_gu, routing, transposed, backend)
+            grads[2] = _weight_grad(x[token], grad_gu, routing, transposed, backend)
         if needed[3]:
-            grads[3] = grouped_gram(grad_xa, rows, routing, thin)
-        del rows
+            grads[3] = grouped_gram(grad_xa, x, routing, thin, token)
     if needed[0]:
         with dense(gate_up, gate_up_scales, gate_up_meta, grad.dtype, "gate_up") as weight:
             factors = () if gate_up_a is None else (grad_xa, gate_up_a)
