@@ -150,7 +150,20 @@ _CONFIGS = {
         "projection_hidden_size": 32,
         "tie_word_embeddings": False,
     },
-    # Keeps state between tokens: packing must refuse it.
+    # These two keep state between tokens: packing must refuse them.
+    "qwen3_next": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+    },
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
@@ -168,7 +181,7 @@ _CONFIGS = {
     },
 }
 
-STATEFUL = ("kimi_linear",)
+STATEFUL = ("kimi_linear", "qwen3_next")
 ARCHITECTURES = tuple(name for name in _CONFIGS if name not in STATEFUL)
 
 _WRAPPERS = ("kimi_k25",)
@@ -188,6 +201,7 @@ _TARGETS = {
     "mixtral": _ATTENTION,
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "qwen3_moe": _ATTENTION,
+    "qwen3_next": _ATTENTION,
 }
 
 

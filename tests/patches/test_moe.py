@@ -19,7 +19,16 @@ from unsloth_trl.patches.moe.patch import NAMES, SplitLoraForward, is_experts, r
 
 torch.set_num_threads(1)
 
-ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "gemma4_text", "kimi_linear"]
+ARCHITECTURES = [
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "gemma4_text",
+    "kimi_linear",
+    "qwen3_next",
+]
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 SKIP = {"checkpointing": "not looked at", "attention": "not looked at", "lm_head": "not looked at"}
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -10,14 +10,23 @@ from safetensors.torch import load_file
 
 import unsloth_trl
 from tests.numerics import ADAMW, assert_runs_close, make_trainer, run_sft, snapshot
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import STATEFUL, tiny_model, tiny_tokenizer
 
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 EXPERTS = {"lora": True, "lora_kwargs": {"target_modules": ["o_proj"], "target_parameters": PARAMETERS}}
-ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "gemma4_text", "kimi_linear"]
-# the eager mask of gpt_oss ignores position_ids, so TRL's own packed samples see each other; kimi_linear has a state
-UNPACKED = ("gpt_oss", "kimi_linear")
+ARCHITECTURES = [
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "gemma4_text",
+    "kimi_linear",
+    "qwen3_next",
+]
+# the eager mask of gpt_oss ignores position_ids, so TRL's own packed samples see each other; the others have a state
+UNPACKED = ("gpt_oss", *STATEFUL)
 
 
 @pytest.mark.filterwarnings("ignore::unsloth_trl.UnsupportedArchitectureWarning")
