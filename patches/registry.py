@@ -74,7 +74,11 @@ def apply_patches(
         ("moe", moe.apply),
         ("checkpointing", checkpointing.apply),
     ):
-        entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
+        try:
+            entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
+        except Exception:
+            PatchReport(base, entries).remove()  # a refusal leaves the model as it was
+            raise
     report = PatchReport(base, entries)
     _REPORTS[base] = report
     return report

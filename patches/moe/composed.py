@@ -144,7 +144,7 @@ def composed_experts(
     def project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
         weight = projection.weight
         out, _ = torch.ops.unsloth_trl.moe_linear(
-            rows,
+            rows.to(weight.dtype),
             weight.tensor,
             projection.a,
             projection.b,
@@ -161,7 +161,7 @@ def composed_experts(
 
     hidden = project(x[routing.token], first)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-    out = project(hidden.to(x.dtype).contiguous(), down)
+    out = project(hidden.contiguous(), down)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     weighted = out * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)

@@ -13,7 +13,7 @@ from .backends import Backend, grouped_gram, grouped_mm, row_tile, thin_backend
 from .counting_sort import sort_rows
 from .routing import Routing, max_tiles
 from .rows import TILE_ROWS, combine, gate_backward_weighted, gate_forward, gather_project
-from .weights import Stacked, dense
+from .weights import META, Stacked, dense
 
 
 class Gate(NamedTuple):
@@ -97,7 +97,7 @@ def _moe_experts(
     limit: float,
     backend: str,
 ) -> list[torch.Tensor]:
-    num_experts = gate_up_meta[3]
+    num_experts = gate_up_meta[META]
     wide = row_tile(x, top_k_index.numel(), num_experts, backend)
     routing = sort_rows(top_k_index, num_experts, wide)
     rows, xa = gather_project(x, routing, gate_up_a)
@@ -122,7 +122,7 @@ def _wide_tiles(routing: Routing, wide: int) -> torch.Tensor:
 
 @_moe_experts.register_fake
 def _(x, index, weights, gate_up, down, gua, gub, gubias, da, db, dbias, gus, ds, meta, dm, transposed, *rest):
-    num_rows, (num_experts, *sides) = index.numel(), meta[3:]
+    num_rows, (num_experts, *sides) = index.numel(), meta[META:]
     wide = row_tile(x, num_rows, num_experts, rest[-1])
     ranks = [(0 if a is None else a.shape[1]) + (bias is not None) for a, bias in ((gua, gubias), (da, dbias))]
     return [
@@ -170,7 +170,7 @@ def _moe_experts_backward(
     backend: str,
 ) -> list[torch.Tensor]:
     """Gradients of x, weights, gate_up, its a, b and bias, down, its a, b and bias; empty where not `needed`."""
-    wide = row_tile(grad, order.shape[0], gate_up_meta[3], backend)
+    wide = row_tile(grad, order.shape[0], gate_up_meta[META], backend)
     routing = Routing(order, place, offsets, {TILE_ROWS: tiles} | ({wide: wide_tiles} if wide else {}))
     thin = thin_backend(grad)
     weights = top_k_weights.contiguous()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..quantization.experts import packed_weight
 from ..quantization.foresight import Foresight
@@ -19,7 +20,50 @@ from ..quantization.scratch import Scratch
 # An op takes no objects, so each has a number.
 _SCRATCHES: dict[int, Foresight] = {}
 _NUMBERS = itertools.count(1)
-SCRATCH = "_unsloth_trl_scratch"  # the number, on an experts module
+META = 4  # numbers of `Stacked.meta` before the shape
+_ATTRIBUTE = "_unsloth_trl_scratch"
+
+
+class ScratchNumber:
+    """
+    The number of a model's scratch buffers, an attribute of all its experts; the buffers go with the last of them.
+
+    A copy of the experts, or what is unpickled of them, has a number and buffers of its own.
+    """
+
+    def __init__(self):
+        self.number = next(_NUMBERS)
+        _SCRATCHES[self.number] = Foresight(Scratch())
+        weakref.finalize(self, _SCRATCHES.pop, self.number, None)
+
+    def give(self, module: nn.Module) -> None:
+        """Let `module` use these buffers."""
+        module.__dict__[_ATTRIBUTE] = self
+
+    @staticmethod
+    def take(module: nn.Module) -> None:
+        """Let `module` use the buffers of nobody."""
+        module.__dict__.pop(_ATTRIBUTE, None)
+
+    @staticmethod
+    def of(module: nn.Module) -> int:
+        """The number of `module`, 0 without one."""
+        held = module.__dict__.get(_ATTRIBUTE)
+        return 0 if held is None else held.number
+
+    def __deepcopy__(self, memo: dict) -> "ScratchNumber":
+        return ScratchNumber()
+
+    def __reduce__(self):
+        return _unpickled, ()
+
+
+def _unpickled() -> ScratchNumber:
+    """In a process that has patched nothing yet, experts that come patched need the experts function."""
+    from .patch import register
+
+    register()
+    return ScratchNumber()
 
 
 class Stacked(NamedTuple):
@@ -29,8 +73,8 @@ class Stacked(NamedTuple):
     Args:
         tensor (`torch.Tensor` of shape `(num_experts, ...)`, or uint8): Weights, or their packed bytes.
         scales (`list[torch.Tensor]`): Empty, or what `NF4Weight` has beside the bytes.
-        meta (`list[int]`): Its two block sizes and the number of the model's scratch buffers, zeros where it is not
-            packed, and its shape.
+        meta (`list[int]`): Its two block sizes, the number of the model's scratch buffers and its own number among
+            the model's weights, zeros where it is not packed; and its shape.
         dtype (`torch.dtype`): Of the weights, or of those that were packed.
         shape (`tuple[int, ...]`): Of the weights.
     """
@@ -44,7 +88,7 @@ class Stacked(NamedTuple):
 
 def plain(weight: torch.Tensor) -> Stacked:
     """A weight that is not packed."""
-    return Stacked(weight, [], [0, 0, 0, *weight.shape], weight.dtype, tuple(weight.shape))
+    return Stacked(weight, [], [0, 0, 0, 0, *weight.shape], weight.dtype, tuple(weight.shape))
 
 
 def read_stacked(module: nn.Module, name: str) -> Stacked:
@@ -56,7 +100,9 @@ def read_stacked(module: nn.Module, name: str) -> Stacked:
     scales = [packed.absmax, packed.code]
     if packed.nested_absmax is not None:
         scales += [packed.nested_absmax, packed.nested_code, packed.offset]
-    meta = [packed.blocksize, packed.nested_blocksize, module.__dict__.get(SCRATCH, 0), *packed.shape]
+    number = ScratchNumber.of(module)
+    who = scratch_of(number).know(module, name)
+    meta = [packed.blocksize, packed.nested_blocksize, number, who, *packed.shape]
     return Stacked(packed.packed, scales, meta, packed.dtype, packed.shape)
 
 
@@ -68,6 +114,12 @@ def stacked_shape(module: nn.Module, name: str) -> tuple[int, ...] | None:
     if (state := getattr(stored, "quant_state", None)) is not None:
         return tuple(state.shape)
     return None if stored is None else tuple(stored.shape)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether another process has some of the experts, or some of each."""
+    stored = module._parameters.get("down_proj")
+    return bool(getattr(module, "_is_expert_parallel", False)) or isinstance(stored, DTensor)
 
 
 @contextlib.contextmanager
@@ -85,40 +137,16 @@ def dense(
     if not scales:
         yield tensor
         return
-    blocksize, nested_blocksize, number, *shape = meta
+    blocksize, nested_blocksize, number, who, *shape = meta
     weight = NF4Weight(
         tensor, *scales[:2], tuple(shape), dtype, blocksize, *scales[2:], nested_blocksize=nested_blocksize
     )
-    with scratch_of(number).use(weight, dtype, purpose) as buffer:
+    with scratch_of(number).use(weight, dtype, purpose, who) as buffer:
         yield buffer
 
 
 def scratch_of(number: int) -> Foresight:
-    """The scratch buffers of a model, made when they are first asked for."""
+    """The scratch buffers with this number; those of 0 are for experts without a number."""
     if number not in _SCRATCHES:
         _SCRATCHES[number] = Foresight(Scratch())
     return _SCRATCHES[number]
-
-
-def add_scratch(model: nn.Module, experts: list[nn.Module]) -> int:
-    """
-    Give the experts of a model scratch buffers of their own, which go with the model.
-
-    Args:
-        model (`nn.Module`): The model.
-        experts (`list[nn.Module]`): Its experts.
-
-    Returns:
-        `int`: Their number.
-    """
-    number = next(_NUMBERS)
-    for module in experts:
-        module.__dict__[SCRATCH] = number
-    weakref.finalize(model, _SCRATCHES.pop, number, None)
-    return number
-
-
-def remove_scratch(experts: list[nn.Module]) -> None:
-    """Free the buffers that `add_scratch` gave."""
-    for number in {module.__dict__.pop(SCRATCH, None) for module in experts}:
-        _SCRATCHES.pop(number, None)

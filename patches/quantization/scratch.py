@@ -163,6 +163,11 @@ class Scratch:
         """A buffer that is big enough and not in use: an empty one, a new one, or the least recently used one."""
         key = (weight.device, dtype or weight.dtype, purpose)
         slots = self._slots.setdefault(key, [])
+        # a buffer made in an evaluation under `inference_mode` could not be written to in training
+        with torch.inference_mode(False):
+            return self._make_room(weight, key, slots)
+
+    def _make_room(self, weight: NF4Weight, key: tuple, slots: list[_Slot]) -> _Slot | None:
         idle = [slot for slot in slots if not slot.users]
         empty = [slot for slot in idle if slot.holds is None]
         if empty:

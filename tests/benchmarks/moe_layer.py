@@ -18,6 +18,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from unsloth_trl.patches.moe import patch
+from unsloth_trl.patches.moe.split_lora import SplitLoraForward, can_split
 from unsloth_trl.patches.quantization.experts import quantize_experts
 
 
@@ -70,8 +71,8 @@ def build(lora: bool, nf4: bool) -> nn.Module:
 
 def split(layer: nn.Module) -> nn.Module:
     for module in layer.modules():
-        if patch._splits(module):
-            module.forward = patch.SplitLoraForward(module)
+        if can_split(module):
+            module.forward = SplitLoraForward(module)
     return layer
 
 

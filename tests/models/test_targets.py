@@ -1,5 +1,7 @@
 """Target names of dense layers, on models whose layers are stacked experts."""
 
+import warnings
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -32,11 +34,53 @@ def test_names_of_dense_layers_reach_the_experts(model_type):  # B43
     assert adapted(model_type, ["q_proj", "down_proj"]) == {"self_attn.q_proj", "mlp.experts"}
 
 
-def test_dense_layers_beside_the_experts_have_theirs_too():
+def test_dense_layers_beside_the_experts_keep_their_names():
+    """As in TRL with PEFT, and a warning says what would train the experts too."""
     dense = {f"mlp.{name}" for name in MLP}
-    assert adapted("gemma4_text", ["o_proj", *MLP]) == {"self_attn.o_proj", "experts", "experts.base_layer", *dense}
+    with pytest.warns(
+        UserWarning, match=r"stacked experts get none. Add target_parameters=\['experts.down_proj', 'ex"
+    ):
+        assert adapted("gemma4_text", ["o_proj", *MLP]) == {"self_attn.o_proj", *dense}
     shared = {f"mlp.shared_experts.{name}" for name in MLP}
-    assert adapted("kimi_linear", ["o_proj", *MLP]) == {"self_attn.o_proj", *STACKS, *dense, *shared}
+    with pytest.warns(UserWarning, match="stacked experts get none"):
+        assert adapted("kimi_linear", ["o_proj", *MLP], lora_dropout=0.1) == {"self_attn.o_proj", *dense, *shared}
+    both = {"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model, config = tiny_model("gemma4_text"), LoraConfig(target_modules=MLP, **both)
+        assert expand_targets(model, config) is config
+
+
+def test_names_of_mixtral_on_disk_are_those_of_peft():
+    assert adapted("mixtral", ["q_proj", "w1", "w2", "w3"]) == {"self_attn.q_proj", *STACKS}
+
+
+@pytest.mark.parametrize(
+    "choice, layers",
+    [
+        ({"layers_to_transform": [1]}, {1}),
+        ({"layers_to_transform": 0, "layers_pattern": "layers"}, {0}),
+        ({"exclude_modules": ["layers.0.mlp.experts"]}, {1}),
+        ({"exclude_modules": r".*1\.mlp\.experts"}, {0}),
+        ({"exclude_modules": ["experts"]}, set()),
+    ],
+    ids=str,
+)
+def test_layers_that_the_config_chooses(choice, layers):
+    config = LoraConfig(r=2, target_modules=["q_proj", *MLP], **choice)
+    model = tiny_model("gpt_oss")
+    expanded = expand_targets(model, config)
+    assert expanded.target_parameters == sorted(
+        f"model.layers.{i}.mlp.experts.{name}" for i in layers for name in ("down_proj", "gate_up_proj")
+    )
+    names = [n for n, p in get_peft_model(model, expanded).named_parameters() if p.requires_grad and "experts" in n]
+    assert {int(name.split("layers.")[1].split(".")[0]) for name in names} == layers
+
+
+def test_patterns_of_a_part_of_a_weight_are_refused():
+    config = LoraConfig(target_modules=MLP, rank_pattern={"up_proj": 4})
+    with pytest.raises(ValueError, match=r"rank_pattern or alpha_pattern has \['up_proj'\]"):
+        expand_targets(tiny_model("gpt_oss"), config)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])

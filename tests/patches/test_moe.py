@@ -3,6 +3,10 @@
 import copy
 import io
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +18,13 @@ from tests.largest import LargestTensor
 from tests.tiny import tiny_model
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.moe import backends
-from unsloth_trl.patches.moe.patch import NAMES, SplitLoraForward, is_experts, recognise_gate
+from unsloth_trl.patches.moe.gates import recognise_gate
+from unsloth_trl.patches.moe.split_lora import NAMES, SplitLoraForward, is_experts
 
 
 torch.set_num_threads(1)
 
+ROOT = Path(__file__).parents[2]
 ARCHITECTURES = [
     "qwen3_moe",
     "mixtral",
@@ -351,3 +357,95 @@ def test_a_router_is_trained_only_when_asked():
     assert any("mlp.gate" in name for name in expected[1])
     patch(asked)
     assert_same(step(asked), expected)
+
+
+def test_a_refusal_leaves_the_model_as_it_was(monkeypatch):
+    model = with_lora("qwen3_moe")
+    expected = step(model)
+    attention = model.config._attn_implementation
+    with pytest.raises(ValueError, match="moe_backend='triton' cannot do"):
+        apply_patches(model, PatchConfig(moe_backend="triton"))
+    monkeypatch.setenv(backends.VARIABLE, "cutlass")
+    with pytest.raises(ValueError, match="is unknown"):
+        apply_patches(model, PatchConfig())
+    assert (model.config._experts_implementation, model.config._attn_implementation) == ("grouped_mm", attention)
+    assert not any(isinstance(m.__dict__.get("forward"), SplitLoraForward) for m in model.modules())
+    assert torch.equal(step(model)[0], expected[0])
+
+
+@pytest.mark.parametrize("limit", [2.0, 16.0, 100.0])
+def test_clamps_far_out_are_seen(limit):
+    model = with_lora("qwen3_moe")
+    for module in stacks(model):
+        module._apply_gate = lambda x, m=module: m.act_fn(x.chunk(2, -1)[0].clamp(max=limit)) * x.chunk(2, -1)[1]
+    assert all(recognise_gate(module) is None for module in stacks(model))
+    expected = step(model)
+    patch(model)
+    assert_same(step(model), expected)
+
+
+def test_an_activation_that_changes_is_seen():
+    model = with_lora("gpt_oss")
+    patch(model)
+    step(model)
+    for module in stacks(model):
+        module.limit = 0.5
+    actual = step(model)
+    other = with_lora("gpt_oss")
+    for module in stacks(other):
+        module.limit = 0.5
+    assert_same(actual, step(other))
+
+
+@pytest.mark.parametrize("wide", ["gate_up_proj_bias", "down_proj_bias", "down_proj"])
+def test_parameters_of_two_dtypes(wide):
+    def run(ours):
+        model = tiny_model("gpt_oss").to(torch.bfloat16)
+        for module in stacks(model):
+            getattr(module, wide).data = getattr(module, wide).data.float()
+        if ours:
+            patch(model)
+        return step(model)
+
+    actual, expected = run(True), run(False)
+    assert distance(actual[0].float(), expected[0].float()) < 3e-2
+    assert {n: g.dtype for n, g in actual[1].items()} == {n: g.dtype for n, g in expected[1].items()}
+
+
+def test_models_with_one_config_restore_it_together():
+    first = tiny_model("qwen3_moe")
+    second = AutoModelForCausalLM.from_config(first.config)
+    assert second.config is first.config
+    one, two = patch(first), patch(second)
+    one.remove()
+    assert first.config._experts_implementation == NAMES["auto"]  # the second still has it
+    two.remove()
+    assert first.config._experts_implementation == "grouped_mm"
+    three = patch(first)
+    first.set_experts_implementation("eager")
+    three.remove()
+    assert first.config._experts_implementation == "eager"
+
+
+def test_factors_that_are_offloaded_are_refused():
+    """Their hooks bring them for the forward of their own layers, which nobody calls here."""
+    model = with_lora("qwen3_moe")
+    patch(model)
+    wrapper = next(m for m in model.modules() if isinstance(m, ParamWrapper))
+    wrapper.lora_A["default"].to("meta")
+    with pytest.raises(RuntimeError, match="LoRA of down_proj is on meta and its tokens are on cpu"):
+        model(input_ids=IDS)
+
+
+def test_a_pickled_model_runs_in_a_fresh_process(tmp_path):
+    model = with_lora("qwen3_moe")
+    patch(model)
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+    torch.save({"model": model, "ids": IDS, "logits": expected}, tmp_path / "model.pt")
+    code = (
+        f"import torch; d = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "with torch.no_grad(): out = d['model'](input_ids=d['ids']).logits\n"
+        "assert torch.equal(out, d['logits'])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -1,6 +1,7 @@
 """Experts in 4 bits through the experts op: what their dequantised weights give, and nothing that outlives its use."""
 
 import contextlib
+import copy
 import gc
 
 import pytest
@@ -126,6 +127,59 @@ def test_a_patch_that_is_removed_frees_the_scratch():
     assert number not in weights._SCRATCHES and number_of(model) == 0
 
 
+def test_a_copy_has_a_scratch_of_its_own():
+    model = with_lora("qwen3_moe")
+    patch(model)
+    twin = copy.deepcopy(model)
+    assert number_of(twin) != number_of(model)
+    number = number_of(twin)
+    assert_same(step(twin), step(model))
+    del twin
+    gc.collect()
+    assert number not in weights._SCRATCHES
+
+
+def test_reloading_weights_keeps_nothing_of_the_old_ones():
+    model = with_lora("qwen3_moe")
+    patch(model)
+    for _ in range(3):
+        step(model)
+        model.load_state_dict(model.state_dict())
+    alive = [
+        t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dtype == torch.uint8 and t.numel() > 1000
+    ]
+    # 2 layers of 2 weights, and the bytes of those that are in a buffer
+    assert len({t.untyped_storage().data_ptr() for t in alive}) <= 4 + 2
+
+
+def test_evaluation_in_inference_mode_comes_before_training():
+    model = with_lora("qwen3_moe")
+    patch(model)
+    expected = step(with_lora("qwen3_moe", dense=True))
+    with torch.inference_mode():
+        model(input_ids=IDS)
+    assert_same(step(model), expected)
+
+
+def test_biases_in_another_dtype_beside_4_bits():
+    """`prepare_model_for_kbit_training` makes what is not in 4 bits fp32."""
+
+    def run(ours):
+        model = tiny_model("gpt_oss").to(torch.bfloat16)
+        quantize_experts_(model)
+        for name, parameter in model.named_parameters():
+            if name.endswith("_bias"):
+                parameter.data = parameter.data.float()
+        model = fill(get_peft_model(model, experts_lora()))
+        if ours:
+            patch(model)
+        return step(model)
+
+    actual, expected = run(True), run(False)
+    assert distance(actual[0].float(), expected[0].float()) < 3e-2
+    assert actual[1].keys() == expected[1].keys()
+
+
 def test_a_model_that_is_gone_takes_its_scratch_along():
     model = with_lora("qwen3_moe")
     patch(model)
@@ -148,8 +202,8 @@ def test_the_next_weight_is_foreseen():
     asked, foreseen, use = [], [], foresight.use
 
     @contextlib.contextmanager
-    def watched(weight, dtype, purpose):
-        with use(weight, dtype, purpose) as dense:
+    def watched(weight, dtype, purpose, who):
+        with use(weight, dtype, purpose, who) as dense:
             yield dense
         if purpose == "down":
             asked.append(weight.packed.data_ptr())
@@ -175,7 +229,7 @@ def _quantized_layers(number):
 
 
 def number_of(model) -> int:
-    (number,) = {module.__dict__.get(weights.SCRATCH, 0) for module in stacks(model)}
+    (number,) = {weights.ScratchNumber.of(module) for module in stacks(model)}
     return number
 
 

@@ -401,6 +401,7 @@ def test_report_of_a_packed_run(tmp_path):
         "  applied     lm_head on LlamaForCausalLM: log-probabilities at the labelled positions, which come with the "
         "batch",
         "  not applied lora: the model has no LoRA on a linear layer",
+        "  not applied moe: the model has no stacked experts",
         "  not applied checkpointing: gradient_checkpointing=False",
         "  applied     collator on data_collator: packed rows with their boundaries, labelled positions",
         "  applied     metrics on log: on the device until they are logged",

@@ -2,11 +2,12 @@
 
 Since version 5 transformers keeps the experts of a layer in two stacked parameters. PEFT reaches those through
 `target_parameters`; `target_modules=["gate_proj", "up_proj", "down_proj"]` matches nothing there, or only the dense
-layers beside them. For some architectures PEFT translates such names itself; this does it for the others, and says
-what is left out.
+layers beside them. For some architectures PEFT translates such names itself. Where they match nothing, this does it;
+where they match dense layers, they mean what they mean to PEFT, and a warning says what is left out.
 """
 
 import copy
+import re
 import warnings
 
 from peft import LoraConfig, PeftConfig
@@ -16,7 +17,7 @@ from peft.utils.transformers_weight_conversion import (
 )
 from torch import nn
 
-from ..patches.moe.patch import is_experts
+from ..patches.moe.split_lora import is_experts
 from ..patches.moe.weights import stacked_shape
 
 
@@ -42,27 +43,50 @@ def expand_targets(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
     if not isinstance(peft_config, LoraConfig) or not isinstance(peft_config.target_modules, list | set | tuple):
         return _checked(model, peft_config)
     names = set(peft_config.target_modules)
-    stacks = {(n, k) for n, m in model.named_modules() if is_experts(m) for k in STACKED_FROM if _is_stack(m, k)}
+    stacks = [(n, k) for n, m in model.named_modules() if is_experts(m) for k in STACKED_FROM if _is_stack(m, k)]
     dense = {name for name in names if _matches(model, name)}
     meant = {part for _, parameter in stacks for part in STACKED_FROM[parameter]}
-    if unknown := sorted(names - dense - meant):
+    translated = _translated_by_peft(model, peft_config)
+    left = names if translated is None else set(translated.target_modules or ())
+    if unknown := sorted(left - dense - meant):
         raise ValueError(
             f"target_modules={unknown} match no module of {type(model).__name__}; it has {_linear_names(model)}"
         )
-    wanted = names & meant
-    if not wanted:
-        return _checked(model, peft_config)
-    if (translated := _translated_by_peft(model, peft_config)) is not None:
-        left = sorted(dense & wanted - set(translated.target_modules or ()))
-        if left:
+    if translated is not None:
+        if lost := sorted((names - left) & dense):
             warnings.warn(
-                f"PEFT reads target_modules={sorted(wanted)} as this model's stacked experts alone: its dense layers "
-                f"of the names {left} get no adapter",
+                f"PEFT reads target_modules={sorted(names - left)} as this model's stacked experts alone: its dense "
+                f"layers of the names {lost} get no adapter",
                 stacklevel=3,
             )
         return _checked(model, peft_config, bool(translated.target_parameters))
+    if (beside := sorted(names & meant & dense)) and not peft_config.target_parameters:
+        parameters = sorted({f"{path.rpartition('.')[2]}.{parameter}" for path, parameter in stacks})
+        warnings.warn(
+            f"target_modules={beside} match dense layers of {type(model).__name__}, which get adapters as in PEFT; its "
+            f"stacked experts get none. Add target_parameters={parameters} to train those too",
+            stacklevel=3,
+        )
+    if not (wanted := (names & meant) - dense):
+        return _checked(model, peft_config)
+    expanded = copy.copy(peft_config)
+    expanded.target_modules = names - wanted
+    expanded.target_parameters = _parameters_of(peft_config, stacks, wanted)
+    return _checked(model, expanded)
+
+
+def _parameters_of(peft_config: LoraConfig, stacks: list[tuple[str, str]], wanted: set[str]) -> list[str]:
+    """The `target_parameters` that `wanted` names mean, in the layers that the config chooses."""
+    if keys := sorted(
+        key for key in {**peft_config.rank_pattern, **peft_config.alpha_pattern} if _last(key) in wanted
+    ):
+        raise ValueError(
+            f"rank_pattern or alpha_pattern has {keys}, which are a part of one weight of the experts here; use the name "
+            "of that weight, gate_up_proj or down_proj"
+        )
+    chosen = [(path, parameter) for path, parameter in stacks if _is_chosen(peft_config, path)]
     parameters = set(peft_config.target_parameters or ())
-    for module, parameter in stacks:
+    for path, parameter in chosen:
         asked = [part for part in STACKED_FROM[parameter] if part in wanted]
         if not asked:
             continue
@@ -71,11 +95,30 @@ def expand_targets(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
                 f"target_modules has {asked} without {missing}, but they are one weight of the experts, {parameter}; "
                 f"add {missing}, or leave all of them out"
             )
-        parameters.add(f"{module.rpartition('.')[2]}.{parameter}")
-    expanded = copy.copy(peft_config)
-    expanded.target_modules = names - (wanted - dense)
-    expanded.target_parameters = sorted(parameters)
-    return _checked(model, expanded)
+        # a suffix means all layers
+        parameters.add(f"{path if len(chosen) < len(stacks) else _last(path)}.{parameter}")
+    return sorted(parameters)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _is_chosen(peft_config: LoraConfig, path: str) -> bool:
+    """Whether `exclude_modules` and `layers_to_transform` leave this module in, by PEFT's rules for modules."""
+    excluded = peft_config.exclude_modules
+    if isinstance(excluded, str):
+        if re.fullmatch(excluded, path):
+            return False
+    elif any(path == name or path.endswith(f".{name}") for name in excluded or ()):
+        return False
+    layers = peft_config.layers_to_transform
+    if layers is None:
+        return True
+    patterns = peft_config.layers_pattern or [r"[^.]*"]
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    found = next((m for p in patterns if (m := re.match(rf".*\.{p}\.(\d+)\.", path))), None)
+    return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def _checked(model: nn.Module, peft_config: PeftConfig, on_experts: bool | None = None) -> PeftConfig:
