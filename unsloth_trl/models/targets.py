@@ -63,8 +63,8 @@ def expand_targets(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
     if (beside := sorted(names & meant & dense)) and not peft_config.target_parameters:
         parameters = sorted({f"{path.rpartition('.')[2]}.{parameter}" for path, parameter in stacks})
         warnings.warn(
-            f"target_modules={beside} match dense layers of {type(model).__name__}, which get adapters as in PEFT; its "
-            f"stacked experts get none. Add target_parameters={parameters} to train those too",
+            f"target_modules={beside} match dense layers of {type(model).__name__}, which get adapters as in PEFT; "
+            f"its stacked experts get none. Add target_parameters={parameters} to train those too",
             stacklevel=3,
         )
     if not (wanted := (names & meant) - dense):
@@ -77,12 +77,11 @@ def expand_targets(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
 
 def _parameters_of(peft_config: LoraConfig, stacks: list[tuple[str, str]], wanted: set[str]) -> list[str]:
     """The `target_parameters` that `wanted` names mean, in the layers that the config chooses."""
-    if keys := sorted(
-        key for key in {**peft_config.rank_pattern, **peft_config.alpha_pattern} if _last(key) in wanted
-    ):
+    patterns = {**peft_config.rank_pattern, **peft_config.alpha_pattern}
+    if parts := sorted(key for key in patterns if _last(key) in wanted):
         raise ValueError(
-            f"rank_pattern or alpha_pattern has {keys}, which are a part of one weight of the experts here; use the name "
-            "of that weight, gate_up_proj or down_proj"
+            f"rank_pattern or alpha_pattern has {parts}, which are a part of one weight of the experts here; use the "
+            "name of that weight, gate_up_proj or down_proj"
         )
     chosen = [(path, parameter) for path, parameter in stacks if _is_chosen(peft_config, path)]
     parameters = set(peft_config.target_parameters or ())
