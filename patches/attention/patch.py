@@ -248,14 +248,28 @@ def check_packed_call(module: nn.Module, layout: PackedLayout | None) -> None:
         )
 
 
-def _decoder_pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return prepare_packed_call(args, kwargs)
+class _Hook:
+    """A hook that registers what its model needs when it is unpickled, in a process that has patched nothing yet."""
+
+    def __reduce__(self):
+        return _revived, (type(self),)
 
 
-def _decoder_hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-    # layers that do not hand unknown keywords on, and models that compute their attention themselves, would train on
-    # rows without boundaries
-    check_packed_call(module, kwargs.get("packed_layout"))
+def _revived(kind: type[_Hook]) -> _Hook:
+    register()
+    return kind()
+
+
+class _DecoderPreHook(_Hook):
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return prepare_packed_call(args, kwargs)
+
+
+class _DecoderHook(_Hook):
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        # layers that do not hand unknown keywords on, and models that compute their attention themselves, would train
+        # on rows without boundaries
+        check_packed_call(module, kwargs.get("packed_layout"))
 
 
 class PackedLayoutHook(ModelHook):
@@ -336,8 +350,8 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     _OWN[model] = before
     decoder = text_decoder(model)
     handles = [
-        decoder.register_forward_pre_hook(_decoder_pre_hook, with_kwargs=True),
-        decoder.register_forward_hook(_decoder_hook, with_kwargs=True),
+        decoder.register_forward_pre_hook(_DecoderPreHook(), with_kwargs=True),
+        decoder.register_forward_hook(_DecoderHook(), with_kwargs=True),
     ]
 
     def undo(model: PreTrainedModel) -> None:

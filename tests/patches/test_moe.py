@@ -437,9 +437,10 @@ def test_factors_that_are_offloaded_are_refused():
         model(input_ids=IDS)
 
 
-def test_a_pickled_model_runs_in_a_fresh_process(tmp_path):
-    model = with_lora("qwen3_moe")
-    patch(model)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama"])
+def test_a_pickled_model_runs_in_a_fresh_process(model_type, tmp_path):
+    model = with_lora(model_type) if model_type == "qwen3_moe" else tiny_model(model_type)
+    apply_patches(model)
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
     torch.save({"model": model, "ids": IDS, "logits": expected}, tmp_path / "model.pt")
