@@ -110,7 +110,7 @@ def _moe_experts(
     ha = _with_ones(ha, down_bias, hidden)
     with dense(down, down_scales, down_meta, x.dtype, "down") as weight:
         y = grouped_mm(hidden, _forwards(weight, transposed), routing, backend, ha, down_b)
-    out = combine(y, routing, top_k_weights.contiguous())
+    out = combine(y, routing, top_k_weights)
     saved = [x.new_empty(0) if t is None else t for t in (xa, ha)]
     tiles = (routing.tiles(TILE_ROWS), _wide_tiles(routing, wide))
     return [out, gu, *saved, routing.order, routing.place, routing.offsets, *tiles]
@@ -173,7 +173,6 @@ def _moe_experts_backward(
     wide = row_tile(grad, order.shape[0], gate_up_meta[META], backend)
     routing = Routing(order, place, offsets, {TILE_ROWS: tiles} | ({wide: wide_tiles} if wide else {}))
     thin = thin_backend(grad)
-    weights = top_k_weights.contiguous()
     gu_b, d_b = _factors(gate_up_b, gate_up_bias), _factors(down_b, down_bias)
     grad_rows, grad_ha = gather_project(grad, routing, d_b)
     with dense(down, down_scales, down_meta, grad.dtype, "down") as weight:
@@ -186,7 +185,7 @@ def _moe_experts_backward(
         grad_hidden,
         routing,
         kind,
-        weights,
+        top_k_weights,
         None if gu_b is None else xa,
         gu_b,
         None if down_a is None else grad_ha,
@@ -205,7 +204,7 @@ def _moe_experts_backward(
     if needed[7]:
         grads[7] = grouped_gram(grad_ha, hidden, routing, thin)
     if needed[8] or needed[9]:
-        weighted = (ha * weights.reshape(-1)[order].unsqueeze(1)).to(ha.dtype)
+        weighted = (ha * top_k_weights.reshape(-1)[order].unsqueeze(1)).to(ha.dtype)
         grads[8], grads[9] = _split(grouped_gram(weighted, grad_rows, routing, thin), down_b, down_bias)
     del grad_rows, hidden
     if needed[4] or needed[5]:
@@ -306,18 +305,18 @@ def moe_experts(
     Returns:
         `torch.Tensor` of shape `(num_tokens, hidden)`, in the dtype of `x`.
     """
+    # kernels read these row by row
+    x, top_k_weights, *factors = (
+        None if t is None else t.contiguous()
+        for t in (x, top_k_weights, gate_up.a, gate_up.b, gate_up.bias, down.a, down.b, down.bias)
+    )
     outputs = torch.ops.unsloth_trl.moe_experts(
         x,
         top_k_index,
         top_k_weights,
         gate_up.weight.tensor,
         down.weight.tensor,
-        gate_up.a,
-        gate_up.b,
-        gate_up.bias,
-        down.a,
-        down.b,
-        down.bias,
+        *factors,
         gate_up.weight.scales,
         down.weight.scales,
         gate_up.weight.meta,
