@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.tiny import lora_config, tiny_model, tiny_rows, tiny_tokenizer
+from tests.tiny import EXPERT_PARAMETERS, lora_config, tiny_model, tiny_rows, tiny_tokenizer
 
 
 torch.set_num_threads(1)
@@ -32,6 +32,9 @@ STEPS = 4
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 SGD_LORA = {"optim": "sgd", "learning_rate": 0.2}
 ADAMW = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-2}
+
+# Arguments of `run_sft` for an adapter on the experts
+EXPERTS = {"lora": True, "lora_kwargs": {"target_modules": ["o_proj"], "target_parameters": EXPERT_PARAMETERS}}
 
 # Every step logged, nothing clipped, nothing written.
 CPU = {

@@ -184,6 +184,19 @@ _CONFIGS = {
 STATEFUL = ("kimi_linear", "qwen3_next")
 ARCHITECTURES = tuple(name for name in _CONFIGS if name not in STATEFUL)
 
+# Those whose experts are stacked parameters behind transformers' experts interface, and how PEFT's configs name these.
+EXPERT_ARCHITECTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "gemma4_text",
+    "kimi_linear",
+    "qwen3_next",
+)
+EXPERT_PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+
 _WRAPPERS = ("kimi_k25",)
 # SDPA drops soft caps and attention sinks, so only eager is a reference for these two.
 _EAGER_ONLY = ("gemma2", "gpt_oss")

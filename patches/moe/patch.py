@@ -9,14 +9,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from ..config import PatchConfig
+from ..quantization.experts import is_experts, stacked_shape
 from ..report import PatchEntry
 from .backends import choose_backend, requested_backend
 from .composed import composed_experts
 from .gates import forget_gate, gate_of
 from .op import Projection, moe_experts
 from .rows import MAX_RANK
-from .split_lora import NAMES, SplitLoraForward, can_split, is_experts, runs_here, take_factors
-from .weights import ScratchNumber, is_sharded, read_stacked, stacked_shape
+from .split_lora import NAMES, SplitLoraForward, can_split, runs_here, take_factors
+from .weights import ScratchNumber, is_sharded, read_stacked
 
 
 def experts_forward(

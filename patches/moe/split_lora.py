@@ -12,7 +12,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ..owner import OwnForward
-from .weights import is_sharded, read_stacked, stacked_shape
+from ..quantization.experts import is_experts, stacked_shape
+from .weights import is_sharded, read_stacked
 
 
 STACKED = ("gate_up_proj", "up_proj", "down_proj")
@@ -39,12 +40,6 @@ class Factors(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     used: list[bool]
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module` is a stack of experts that transformers runs through `ExpertsInterface`."""
-    known = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
-    return known and bool(stacked_shape(module, "down_proj"))
 
 
 def runs_here(experts: nn.Module) -> bool:

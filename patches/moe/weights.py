@@ -106,16 +106,6 @@ def read_stacked(module: nn.Module, name: str) -> Stacked:
     return Stacked(packed.packed, scales, meta, packed.dtype, packed.shape)
 
 
-def stacked_shape(module: nn.Module, name: str) -> tuple[int, ...] | None:
-    """The shape of the stacked weight `name`, however it is stored; `None` if `module` has no such weight."""
-    stored = module._parameters.get(name)
-    if stored is None:
-        stored = getattr(module, name, None)  # what a parametrisation has in a parameter's place
-    if (state := getattr(stored, "quant_state", None)) is not None:
-        return tuple(state.shape)
-    return None if stored is None else tuple(stored.shape)
-
-
 def is_sharded(module: nn.Module) -> bool:
     """Whether another process has some of the experts, or some of each."""
     stored = module._parameters.get("down_proj")

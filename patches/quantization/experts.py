@@ -222,6 +222,22 @@ def quantize_nf4(
     return packed, state
 
 
+def stacked_shape(module: nn.Module, name: str) -> tuple[int, ...] | None:
+    """The shape of the stacked weight `name`, however it is stored; `None` if `module` has no such weight."""
+    stored = module._parameters.get(name)
+    if stored is None:
+        stored = getattr(module, name, None)  # what a parametrisation has in a parameter's place
+    if (state := getattr(stored, "quant_state", None)) is not None:
+        return tuple(state.shape)
+    return None if stored is None else tuple(stored.shape)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` is a stack of experts that transformers runs through `ExpertsInterface`."""
+    known = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    return known and bool(stacked_shape(module, "down_proj"))
+
+
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """
     The modules whose experts are 3-D parameters (`transformers.integrations.use_experts_implementation`).
@@ -233,15 +249,11 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, 
         Name, module, and the names of its 3-D parameters.
     """
     for name, module in model.named_modules():
-        if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")):
+        if not is_experts(module):
             continue
-        weights = []
-        for key, value in module._parameters.items():
-            shape = value.quant_state.shape if _is_packed(value) else getattr(value, "shape", ())
-            if len(shape) == 3:
-                weights.append(key)
+        weights = tuple(key for key in module._parameters if len(stacked_shape(module, key) or ()) == 3)
         if weights:
-            yield name, module, tuple(weights)
+            yield name, module, weights
 
 
 def make_quantized(module: nn.Module) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from peft import get_peft_model
 
+from tests.patches import test_moe_op
 from tests.patches.test_moe import assert_same, experts_lora, fill, patch, step
-from tests.patches.test_moe_op import by_token, gradients, unequal_routing
+from tests.patches.test_moe_op import by_token, gradients
 from tests.tiny import tiny_model
 from unsloth_trl.patches.moe.op import Gate, Projection, moe_experts
 from unsloth_trl.patches.moe.weights import plain
@@ -23,25 +24,10 @@ HIDDEN, INTERMEDIATE = 64, 48
 CAPS = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
 
-def draw(num_tokens, top_k, num_experts, rank, transposed, bias, dtype):
+def draw(num_tokens, *settings, dtype):
     """Numbers of `dtype`, in fp64 on the CPU."""
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def randn(*shape, std=0.2):
-        return (torch.randn(*shape, generator=generator) * std).to(dtype).double().requires_grad_()
-
-    def projection(n_in, n_out):
-        sides = (n_in, n_out) if transposed else (n_out, n_in)
-        return Projection(
-            randn(num_experts, *sides),
-            randn(num_experts, rank, n_in) if rank else None,
-            randn(num_experts, rank, n_out) if rank else None,
-            randn(num_experts, n_out) if bias else None,
-        )
-
-    index = unequal_routing(num_tokens, top_k, num_experts, generator)
-    x, weights = randn(num_tokens, HIDDEN, std=1), randn(num_tokens, top_k, std=1)
-    return x, index, weights, projection(HIDDEN, 2 * INTERMEDIATE), projection(INTERMEDIATE, HIDDEN)
+    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "scale": 0.2}
+    return test_moe_op.draw(num_tokens, *settings, seed=num_tokens, dtype=dtype, **sizes)
 
 
 def on_device(inputs, dtype):
@@ -83,7 +69,7 @@ def distance(actual, expected):
     ],
 )
 def test_error_against_the_loop_in_fp64(gate, transposed, bias, rank, num_experts, top_k, dtype, backend):
-    inputs = draw(130, top_k, num_experts, rank, transposed, bias, dtype)
+    inputs = draw(130, top_k, num_experts, rank, transposed, bias, dtype=dtype)
     loop = functools.partial(by_token, gate=GATES[gate], transposed=transposed)
     grad_out = torch.randn(130, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype).double()
     truth = run(inputs, loop, grad_out)
@@ -96,7 +82,7 @@ def test_error_against_the_loop_in_fp64(gate, transposed, bias, rank, num_expert
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "triton"])
 def test_asks_the_device_for_nothing_and_repeats_itself(backend):
-    inputs = on_device(draw(200, 8, 16, 8, False, False, torch.bfloat16), torch.bfloat16)
+    inputs = on_device(draw(200, 8, 16, 8, False, False, dtype=torch.bfloat16), torch.bfloat16)
     grad_out = torch.randn(200, HIDDEN, device="cuda")
     compute = ours(Gate("silu"), False, backend)
     first = run(inputs, compute, grad_out)  # compiles
@@ -113,7 +99,7 @@ def test_asks_the_device_for_nothing_and_repeats_itself(backend):
 @pytest.mark.parametrize("num_tokens", [0, 1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_token_and_none(backend, num_tokens):
-    inputs = draw(num_tokens, 2, 4, 4, False, False, torch.bfloat16)
+    inputs = draw(num_tokens, 2, 4, 4, False, False, dtype=torch.bfloat16)
     grad_out = torch.ones(num_tokens, HIDDEN, dtype=torch.float64)
     actual = run(on_device(inputs, torch.bfloat16), ours(Gate("silu"), False, backend), grad_out)
     assert all(torch.isfinite(value).all() for value in actual.values())

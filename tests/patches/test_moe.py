@@ -15,32 +15,22 @@ from peft.tuners.lora.layer import ParamWrapper
 from transformers import AutoModelForCausalLM
 
 from tests.largest import LargestTensor
-from tests.tiny import tiny_model
+from tests.tiny import EXPERT_ARCHITECTURES, EXPERT_PARAMETERS, tiny_model
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.moe import backends
 from unsloth_trl.patches.moe.gates import recognise_gate
-from unsloth_trl.patches.moe.split_lora import NAMES, SplitLoraForward, is_experts
+from unsloth_trl.patches.moe.split_lora import NAMES, SplitLoraForward
+from unsloth_trl.patches.quantization.experts import is_experts
 
 
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[2]
-ARCHITECTURES = [
-    "qwen3_moe",
-    "mixtral",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "gemma4_text",
-    "kimi_linear",
-    "qwen3_next",
-]
-PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 SKIP = {"checkpointing": "not looked at", "attention": "not looked at", "lm_head": "not looked at"}
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-def experts_lora(parameters=PARAMETERS, **kwargs) -> LoraConfig:
+def experts_lora(parameters=EXPERT_PARAMETERS, **kwargs) -> LoraConfig:
     return LoraConfig(
         **({"r": 3, "lora_alpha": 7, "target_modules": ["o_proj"]} | kwargs), target_parameters=parameters
     )
@@ -55,7 +45,7 @@ def fill(model, seed=0):
     return model
 
 
-def with_lora(model_type, seed=0, parameters=PARAMETERS, **kwargs):
+def with_lora(model_type, seed=0, parameters=EXPERT_PARAMETERS, **kwargs):
     return fill(get_peft_model(tiny_model(model_type), experts_lora(parameters, **kwargs)), seed)
 
 
@@ -88,7 +78,7 @@ def stacks(model):
     return [module for module in model.modules() if is_experts(module)]
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", EXPERT_ARCHITECTURES)
 def test_lora_on_experts_is_what_peft_computes(model_type):
     model = with_lora(model_type)
     expected = step(model)
@@ -103,7 +93,7 @@ def test_lora_on_experts_is_what_peft_computes(model_type):
     assert not any(isinstance(m.__dict__.get("forward"), SplitLoraForward) for m in model.modules())
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", EXPERT_ARCHITECTURES)
 def test_full_training_is_what_transformers_computes(model_type):
     model = tiny_model(model_type)
     expected = step(model)
@@ -129,7 +119,7 @@ def test_narrow_and_square_experts(sizes):  # B39
         assert distance(merged(input_ids=IDS).logits, expected[0]) < 1e-5
 
 
-@pytest.mark.parametrize("parameters", [PARAMETERS[:1], PARAMETERS[1:]], ids=["gate_up", "down"])
+@pytest.mark.parametrize("parameters", [EXPERT_PARAMETERS[:1], EXPERT_PARAMETERS[1:]], ids=["gate_up", "down"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_one_projection_alone(model_type, parameters):
     model = with_lora(model_type, parameters=parameters)
@@ -154,7 +144,7 @@ def test_adapters_go_to_plain_peft_and_come_from_it(model_type, tmp_path):
         ours = model(input_ids=IDS).logits
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert sorted(config["target_parameters"]) == sorted(PARAMETERS) and "custom" not in str(config).lower()
+    assert sorted(config["target_parameters"]) == sorted(EXPERT_PARAMETERS) and "custom" not in str(config).lower()
     plain = PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
     assert not any(isinstance(m.__dict__.get("forward"), SplitLoraForward) for m in plain.modules())
     with torch.no_grad():
@@ -352,7 +342,7 @@ def test_a_router_is_trained_only_when_asked():
     model = with_lora("qwen3_moe")
     patch(model)
     assert not any("gate.weight" in n or "router" in n for n, p in model.named_parameters() if p.requires_grad)
-    asked = fill(get_peft_model(tiny_model("qwen3_moe"), experts_lora([*PARAMETERS, "mlp.gate.weight"])))
+    asked = fill(get_peft_model(tiny_model("qwen3_moe"), experts_lora([*EXPERT_PARAMETERS, "mlp.gate.weight"])))
     expected = step(asked)
     assert any("mlp.gate" in name for name in expected[1])
     patch(asked)

@@ -10,7 +10,7 @@ from peft import get_peft_model
 
 import unsloth_trl
 from tests.largest import LargestTensor
-from tests.numerics import ADAMW, assert_runs_close, run_sft
+from tests.numerics import ADAMW, EXPERTS, assert_runs_close, run_sft
 from tests.patches.test_moe import IDS, assert_same, distance, experts_lora, fill, patch, stacks, step
 from tests.tiny import tiny_model
 from unsloth_trl.patches.moe import weights
@@ -22,13 +22,6 @@ pytest.importorskip("bitsandbytes", reason="the test extra has it")
 torch.set_num_threads(1)
 
 ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma4_text"]
-EXPERTS = {
-    "lora": True,
-    "lora_kwargs": {
-        "target_modules": ["o_proj"],
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-    },
-}
 
 
 def quantized(model_type, dense=False):

@@ -46,11 +46,25 @@ def unequal_routing(num_tokens: int, top_k: int, num_experts: int, generator) ->
     return scores.topk(top_k, dim=-1).indices
 
 
-def draw(num_tokens, top_k, num_experts, rank, transposed, bias, seed=0, dtype=torch.float64):
+def draw(
+    num_tokens,
+    top_k,
+    num_experts,
+    rank,
+    transposed,
+    bias,
+    seed=0,
+    hidden=HIDDEN,
+    intermediate=INTERMEDIATE,
+    scale=0.4,
+    dtype=torch.float64,
+):
+    """Inputs of the op in fp64, numbers that `dtype` has too."""
     generator = torch.Generator().manual_seed(seed)
 
-    def randn(*shape, std=0.4):
-        return (torch.randn(*shape, generator=generator, dtype=dtype) * std).requires_grad_()
+    def randn(*shape, std=scale):
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64) * std
+        return drawn.to(dtype).double().requires_grad_()
 
     def projection(n_in, n_out):
         sides = (n_in, n_out) if transposed else (n_out, n_in)
@@ -62,8 +76,8 @@ def draw(num_tokens, top_k, num_experts, rank, transposed, bias, seed=0, dtype=t
         )
 
     index = unequal_routing(num_tokens, top_k, num_experts, generator)
-    x, weights = randn(num_tokens, HIDDEN, std=1), randn(num_tokens, top_k, std=1)
-    return x, index, weights, projection(HIDDEN, 2 * INTERMEDIATE), projection(INTERMEDIATE, HIDDEN)
+    x, weights = randn(num_tokens, hidden, std=1), randn(num_tokens, top_k, std=1)
+    return x, index, weights, projection(hidden, 2 * intermediate), projection(intermediate, hidden)
 
 
 def gradients(out, grad_out, x, weights, *projections):

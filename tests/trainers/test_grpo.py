@@ -13,7 +13,7 @@ from trl.trainer import grpo_trainer
 
 import unsloth_trl
 from tests.numerics import Run, assert_runs_close, snapshot, updates_since
-from tests.tiny import EOS, lora_config, tiny_model, tiny_vlm
+from tests.tiny import EOS, EXPERT_PARAMETERS, lora_config, tiny_model, tiny_vlm
 from tests.trainers.grpo_runs import (
     Regrouped,
     Rollouts,
@@ -115,7 +115,7 @@ def test_an_adapter_of_before_is_the_reference():
 def test_lora_on_experts(model_type):
     kwargs = {
         "lora": True,
-        "lora_kwargs": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        "lora_kwargs": {"target_parameters": EXPERT_PARAMETERS},
         "beta": 0.1,
     }
     ours, theirs = run_ours(model_type, **kwargs), run_oracle(model_type, **kwargs)

@@ -9,28 +9,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import unsloth_trl
-from tests.numerics import ADAMW, assert_runs_close, make_trainer, run_sft, snapshot
-from tests.tiny import STATEFUL, tiny_model, tiny_tokenizer
+from tests.numerics import ADAMW, EXPERTS, assert_runs_close, make_trainer, run_sft, snapshot
+from tests.tiny import EXPERT_ARCHITECTURES, STATEFUL, tiny_model, tiny_tokenizer
 
 
-PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
-EXPERTS = {"lora": True, "lora_kwargs": {"target_modules": ["o_proj"], "target_parameters": PARAMETERS}}
-ARCHITECTURES = [
-    "qwen3_moe",
-    "mixtral",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "gemma4_text",
-    "kimi_linear",
-    "qwen3_next",
-]
 # the eager mask of gpt_oss ignores position_ids, so TRL's own packed samples see each other; the others have a state
 UNPACKED = ("gpt_oss", *STATEFUL)
 
 
 @pytest.mark.filterwarnings("ignore::unsloth_trl.UnsupportedArchitectureWarning")
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", EXPERT_ARCHITECTURES)
 def test_lora_on_experts_trains_as_in_trl(model_type):
     kwargs = EXPERTS | {"packing": model_type not in UNPACKED, "router_aux_loss_coef": 0.0}
     ours, theirs = run_sft(unsloth_trl, model_type, **kwargs), run_sft(trl, model_type, **kwargs)

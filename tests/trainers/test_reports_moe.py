@@ -11,14 +11,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 import unsloth_trl
-from tests.numerics import relative_error, run_sft
+from tests.numerics import EXPERTS, relative_error, run_sft
 from tests.tiny import lora_config, tiny_config, tiny_model
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.lm_head.op import labelled_scores
 
 
-PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
-EXPERTS = {"lora": True, "lora_kwargs": {"target_modules": ["o_proj"], "target_parameters": PARAMETERS}}
 IDS = torch.arange(5, 16).unsqueeze(0)
 
 

@@ -17,8 +17,7 @@ from peft.utils.transformers_weight_conversion import (
 )
 from torch import nn
 
-from ..patches.moe.split_lora import is_experts
-from ..patches.moe.weights import stacked_shape
+from ..patches.quantization.experts import is_experts, stacked_shape
 
 
 # what a stacked parameter was made of
