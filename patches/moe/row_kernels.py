@@ -204,7 +204,7 @@ def gate_forward_kernel(
         _store_ranks(ha, total, rows, live, RANK_DOWN, RANK_DOWN_PAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # another batch does not compile again
 def gate_backward_kernel(
     gu,
     dh,
@@ -333,7 +333,7 @@ def combine_kernel(
     tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=cols < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # another batch does not compile again
 def combine_backward_kernel(
     grad,
     y,

@@ -5,7 +5,7 @@
 
 Random data and random unequal routing. Prints one line `RESULT {json}` for each shape and mean number of rows:
 milliseconds of each, TFLOP/s of the large products, how many times as fast as PyTorch ours is, and how far from it.
-The loop knows the offsets on the host, which a model does not. With `--sweep` it prints instead, for each product,
+The loop is the backend `native_torch`, which asks the device where each expert's rows end. With `--sweep` it prints instead, for each product,
 what each of several configurations reaches, best first; they are compiled by `--jobs` processes beforehand.
 """
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from record import provenance
 
 from unsloth_trl.patches.moe.gemm import Configuration, triton_grouped_gram, triton_grouped_mm
+from unsloth_trl.patches.moe.reference import grouped_gram_reference, grouped_mm_reference
 from unsloth_trl.patches.moe.routing import _tiles
 
 
@@ -71,7 +72,6 @@ class Layer:
         popularity = torch.softmax(0.5 * torch.randn(num_experts, generator=generator), 0)
         expert = torch.multinomial(popularity, self.num_rows, replacement=True, generator=generator)
         ends = expert.bincount(minlength=num_experts).cumsum(0)
-        self.bounds = list(zip([0, *ends.tolist()[:-1]], ends.tolist(), strict=True))
         self.offsets = ends.int().cuda()
 
         def draw(*shape):
@@ -81,6 +81,8 @@ class Layer:
         self.w = draw(num_experts, out_features, in_features).transpose(1, 2)  # as transformers stores it
         self.a, self.b = draw(num_experts, in_features, rank), draw(num_experts, rank, out_features)
         self.xa = draw(self.num_rows, rank)
+        # each row is that of a token, of which there are an eighth as many
+        self.token = torch.randint(0, self.num_rows // 8, (self.num_rows,), device="cuda")
         self.flops = 2 * self.num_rows * in_features * out_features
         self.tables: dict[int, torch.Tensor] = {}
 
@@ -96,6 +98,8 @@ class Layer:
         match product:
             case "forward":
                 return lambda: mm(self.x, self.w)
+            case "gather":
+                return lambda: mm(self.x, self.w, rows=self.token)
             case "dx":
                 return lambda: mm(self.dy, self.w.transpose(1, 2))
             case "dw":
@@ -114,6 +118,8 @@ class Layer:
         match product:
             case "forward":
                 return lambda: mm(self.x, self.w)
+            case "gather":
+                return lambda: mm(self.x[self.token], self.w)
             case "dx":
                 return lambda: mm(self.dy, self.w.transpose(1, 2))
             case "dw":
@@ -127,33 +133,26 @@ class Layer:
 
     def loop(self, product: str):
         def mm(x, weight):
-            out = x.new_empty(x.shape[0], weight.shape[2])
-            for (start, end), w in zip(self.bounds, weight, strict=True):
-                torch.mm(x[start:end], w, out=out[start:end])
-            return out
-
-        def gram(x, y):
-            out = x.new_empty(len(self.bounds), x.shape[1], y.shape[1])
-            for (start, end), o in zip(self.bounds, out, strict=True):
-                torch.mm(x[start:end].t(), y[start:end], out=o)
-            return out
+            return grouped_mm_reference(x, weight, self.offsets)
 
         match product:
             case "forward":
                 return lambda: mm(self.x, self.w)
+            case "gather":
+                return lambda: mm(self.x[self.token], self.w)
             case "dx":
                 return lambda: mm(self.dy, self.w.transpose(1, 2))
             case "dw":
-                return lambda: gram(self.x, self.dy)
+                return lambda: grouped_gram_reference(self.x, self.dy, self.offsets)
             case "lora":
                 return lambda: torch.add(mm(self.x, self.w), mm(mm(self.x, self.a), self.b), alpha=SCALE)
             case "xa":
                 return lambda: mm(self.x, self.a)
             case "da":
-                return lambda: gram(self.x, self.xa)
+                return lambda: grouped_gram_reference(self.x, self.xa, self.offsets)
 
 
-PRODUCTS = ("forward", "dx", "dw", "lora", "xa", "da")
+PRODUCTS = ("forward", "gather", "dx", "dw", "lora", "xa", "da")
 
 
 def milliseconds(function, repeats: int) -> float:

@@ -11,6 +11,7 @@ import statistics
 
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from record import provenance
 
 from unsloth_trl.patches.quantization.op import NF4Weight, dequantize_nf4
 
@@ -61,8 +62,8 @@ def measure(shape: tuple[int, ...]) -> dict[str, float]:
 
 
 def main() -> None:
-    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    print("RESULT", json.dumps(result | {name: measure(shape) for name, shape in SHAPES.items()}))
+    result = {"task": "nf4", "mode": "ours"} | {name: measure(shape) for name, shape in SHAPES.items()}
+    print("RESULT", json.dumps(result | provenance("ours", "nf4.py")))
 
 
 if __name__ == "__main__":

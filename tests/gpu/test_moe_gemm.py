@@ -50,8 +50,9 @@ def relative(got, expected):
     return float("inf") if error.isnan() else error.item()
 
 
-def assert_close(got, eager, truth):
-    floor = {torch.float32: 3e-7}.get(got.dtype, 1e-4)
+def assert_close(got, eager, truth, summands):
+    # a chain of fp32 sums, where PyTorch's is a tree
+    floor = 2**-24 * summands**0.5 if got.dtype == torch.float32 else 1e-4
     assert got.dtype == eager.dtype and got.shape == truth.shape
     assert relative(got, truth) <= min(max(1.5 * relative(eager, truth), floor), CAP[got.dtype])
 
@@ -98,7 +99,7 @@ def test_grouped_mm_error_against_fp64(widths, transposed, gather, rank, bias, r
             result = result + extra["bias"][expert].to(dtype)
         return torch.cat([result, result.new_zeros(2, widths[1])])
 
-    assert_close(got, eager(dtype), eager(torch.float64))
+    assert_close(got, eager(dtype), eager(torch.float64), widths[0] + rank)
     assert torch.equal(got, triton_grouped_mm(x, weight, offsets, **extra))  # to the bit, each time
 
 
@@ -116,7 +117,7 @@ def test_grouped_gram_error_against_fp64(widths, gather, routed, dtype):
         left, right = (t[extra[f"{n}_rows"]] if n in gather else t for n, t in (("x", x), ("y", y)))
         return 0.7 * grouped_gram_reference(left.to(dtype), right.to(dtype), offsets)
 
-    assert_close(got, eager(dtype), eager(torch.float64))
+    assert_close(got, eager(dtype), eager(torch.float64), max(ROUTED[routed]) + 1)
     assert torch.equal(got, triton_grouped_gram(x, y, offsets, scale=0.7, **extra))
 
 

@@ -32,7 +32,7 @@ def by_token(x, index, weights, gate_up: Projection, down: Projection, gate: Gat
 
     out = []
     for t in range(x.shape[0]):
-        total = torch.zeros(x.shape[1], dtype=x.dtype)
+        total = x.new_zeros(x.shape[1])
         for k in range(index.shape[1]):
             e = int(index[t, k])
             total = total + weights[t, k] * project(activation(gate, project(x[t], gate_up, e)), down, e)
