@@ -5,8 +5,9 @@
 
 Random data and random unequal routing. Prints one line `RESULT {json}` for each shape and mean number of rows:
 milliseconds of each, TFLOP/s of the large products, how many times as fast as PyTorch ours is, and how far from it.
-The loop is the backend `native_torch`, which asks the device where each expert's rows end. With `--sweep` it prints instead, for each product,
-what each of several configurations reaches, best first; they are compiled by `--jobs` processes beforehand.
+The loop is the backend `native_torch`, which asks the device where each expert's rows end. With `--sweep` it prints
+instead, for each product, what each of several configurations reaches, best first; they are compiled by `--jobs`
+processes beforehand.
 """
 
 import argparse
