@@ -11,6 +11,7 @@ import torch
 
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate")
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF",)  # environment variables that change what is measured
 OWN = {"trl_liger": ("liger-kernel",), "unsloth": ("unsloth",)}
 
 
@@ -29,6 +30,10 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def _settings() -> list[str]:
+    return [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
+
+
 def provenance(mode: str, script: str) -> dict[str, Any]:
     """GPU, commit, date, versions and command of the row that `script` measures in `mode`."""
     return {
@@ -36,5 +41,5 @@ def provenance(mode: str, script: str) -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
         "versions": {name: _version(name) for name in (*PACKAGES, *OWN.get(mode, ()))},
-        "command": " ".join(["python", f"tests/benchmarks/{script}", *sys.argv[1:]]),
+        "command": " ".join([*_settings(), "python", f"tests/benchmarks/{script}", *sys.argv[1:]]),
     }

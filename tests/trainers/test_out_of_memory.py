@@ -204,6 +204,18 @@ def test_what_is_no_memory_is_not_run_again():
     assert not planning.is_out_of_memory(ValueError("out of memory"))
 
 
+def test_memory_in_pieces_is_told_apart():
+    error = (
+        "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 24.00 GiB of which 0.36 GiB is free. "
+        "Of the allocated memory 19.42 GiB is allocated by PyTorch, and {} is reserved by PyTorch but unallocated."
+    )
+    found = planning.about_pieces(error.format("1.84 GiB", "2.82 GiB"))
+    assert found.startswith(" 2.82 GiB are free") and "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in found
+    assert planning.about_pieces(error.format("512.00 MiB", "0.75 GiB")).startswith(" 0.75 GiB")
+    assert planning.about_pieces(error.format("1.84 GiB", "900.00 MiB")) == ""
+    assert planning.about_pieces("CUDA error: out of memory") == ""
+
+
 def test_other_errors_pass(monkeypatch):
     class Broken(RuntimeError):
         def __init__(self, message):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import random
+import re
 import traceback
 from typing import Any
 
@@ -33,6 +34,7 @@ ADVICE = (
 
 
 _WORDS = ("out of memory", "can't allocate memory")
+_SIZE = r"([\d.]+) (MiB|GiB)"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,6 +42,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def about_pieces(error: str) -> str:
+    """A sentence on memory that lies in pieces, if an error of PyTorch's allocator says that there is enough of it."""
+    asked = re.search(rf"Tried to allocate {_SIZE}", error)
+    pieces = re.search(rf"{_SIZE} is reserved by PyTorch but unallocated", error)
+    if asked is None or pieces is None or _gib(pieces) < _gib(asked):
+        return ""
+    return (
+        f" {_gib(pieces):.2f} GiB are free in pieces that are each too small: set the environment variable "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and start again."
+    )
+
+
+def _gib(size: re.Match) -> float:
+    return float(size[1]) / (1024 if size[2] == "MiB" else 1)
 
 
 def why_not_checkpoint(args: Any, accelerator: Any) -> str | None:
@@ -234,10 +252,10 @@ class MemoryPlanning:
                     if not self._can_step_down() or not is_out_of_memory(error):
                         raise
                     message = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-                    kind, where = type(error), traceback.format_exc()
+                    kind, where, pieces = type(error), traceback.format_exc(), about_pieces(str(error))
                 # after the handler, whose traceback holds the tensors of the failed micro-batch
                 try:
-                    self._step_down(message, kind)
+                    self._step_down(message, kind, pieces)
                 except (RuntimeError, MemoryError) as error:
                     error.add_note(f"It ran out of memory here:\n{where}")
                     raise
@@ -248,7 +266,7 @@ class MemoryPlanning:
         """Whether the plan is on the model still: it was removed with the report, or another trainer took over."""
         return self._plan is not None and current_plan(base_model(self.model)) is self._plan
 
-    def _step_down(self, message: str, kind: type[Exception]) -> None:
+    def _step_down(self, message: str, kind: type[Exception], pieces: str) -> None:
         """
         Put the trainer back to where the micro-batch began, with a plan that needs less memory.
 
@@ -261,18 +279,21 @@ class MemoryPlanning:
             raise _error(
                 kind,
                 f"{message} One of {self._num_processes} processes ran out of memory, and the others are "
-                f"already ahead; set checkpoint_policy='offload', or {ADVICE}.",
+                f"already ahead; set checkpoint_policy='offload', or {ADVICE}.{pieces}",
             )
         if state is None:
-            raise _error(kind, f"{message} This was outside of a micro-batch's forward and backward; {ADVICE}.")
+            raise _error(
+                kind, f"{message} This was outside of a micro-batch's forward and backward; {ADVICE}.{pieces}"
+            )
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if (reason := state.restore(self)) is not None:
             raise _error(
                 kind,
-                f"{message} {reason}, so this one cannot be run again; set checkpoint_policy='offload', or {ADVICE}.",
+                f"{message} {reason}, so this one cannot be run again; set checkpoint_policy='offload', or "
+                f"{ADVICE}.{pieces}",
             )
         if not plan.step_down():
-            raise _error(kind, f"{message} The checkpoint plan has no lower setting; {ADVICE}.")
+            raise _error(kind, f"{message} The checkpoint plan has no lower setting; {ADVICE}.{pieces}")
         self._again = state.inputs
