@@ -8,6 +8,8 @@ of the experts: `<grad, h @ W> = <grad @ W.T, h>`, and `h` is there anyway.
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import Backend, grouped_gram, grouped_mm, row_tile, thin_backend
 from .counting_sort import sort_rows
@@ -74,8 +76,7 @@ def _with_ones(product: torch.Tensor | None, bias: torch.Tensor | None, rows: to
     return ones if product is None else torch.cat([product, ones], dim=1)
 
 
-@torch.library.custom_op("unsloth_trl::moe_experts", mutates_args=())
-def _moe_experts(
+def _forward(
     x: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -120,6 +121,9 @@ def _wide_tiles(routing: Routing, wide: int) -> torch.Tensor:
     return routing.tiles(wide) if wide else routing.offsets.new_empty(0, 3)
 
 
+_moe_experts = torch.library.custom_op("unsloth_trl::moe_experts", _forward, mutates_args=())
+
+
 @_moe_experts.register_fake
 def _(x, index, weights, gate_up, down, gua, gub, gubias, da, db, dbias, gus, ds, meta, dm, transposed, *rest):
     num_rows, (num_experts, *sides) = index.numel(), meta[META:]
@@ -137,8 +141,7 @@ def _(x, index, weights, gate_up, down, gua, gub, gubias, da, db, dbias, gus, ds
     ]
 
 
-@torch.library.custom_op("unsloth_trl::moe_experts_backward", mutates_args=())
-def _moe_experts_backward(
+def _backward(
     grad: torch.Tensor,
     x: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -236,6 +239,9 @@ def _split(both: torch.Tensor, b: torch.Tensor | None, bias: torch.Tensor | None
     return (None if b is None else both[:, :-1].contiguous()), both[:, -1].contiguous()
 
 
+_moe_experts_backward = torch.library.custom_op("unsloth_trl::moe_experts_backward", _backward, mutates_args=())
+
+
 @_moe_experts_backward.register_fake
 def _(grad, x, weights, gate_up, down, gua, gub, gubias, da, db, dbias, gus, ds, gu, xa, ha, order, *rest):
     needed = rest[4]
@@ -258,24 +264,42 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grads):
+def _gradients(ctx, grads, backward):
     if grads[0] is None:
         return (None,) * _NUM_INPUTS
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     saved = list(ctx.saved_tensors)
     first, second = ctx.num_scales
     scales = [saved[10 : 10 + first], saved[10 + first : 10 + first + second]]
-    found = torch.ops.unsloth_trl.moe_experts_backward(
-        grads[0].contiguous(), *saved[:10], *scales, *saved[10 + first + second :], needed, *ctx.settings
-    )
+    found = backward(grads[0].contiguous(), *saved[:10], *scales, *saved[10 + first + second :], needed, *ctx.settings)
     result: list[torch.Tensor | list | None] = [None] * _NUM_INPUTS
     for i, need, grad in zip(_DIFFERENTIABLE, needed, found, strict=True):
         result[i] = grad if need else None
-    result[11], result[12] = [None] * first, [None] * second
+    return result
+
+
+def _backward_of_op(ctx, grads):
+    result = _gradients(ctx, grads, torch.ops.unsloth_trl.moe_experts_backward)
+    result[11], result[12] = ([None] * number for number in ctx.num_scales)
     return tuple(result)
 
 
-_moe_experts.register_autograd(_backward, setup_context=_setup_context)
+_moe_experts.register_autograd(_backward_of_op, setup_context=_setup_context)
+
+
+class _Experts(torch.autograd.Function):
+    """The op without the dispatcher, whose checks of 20 arguments take the host longer than the kernels."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        outputs = _forward(*inputs)
+        _setup_context(ctx, inputs, outputs)
+        return outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return tuple(_gradients(ctx, (grad,), _backward))
 
 
 def moe_experts(
@@ -310,7 +334,7 @@ def moe_experts(
         None if t is None else t.contiguous()
         for t in (x, top_k_weights, gate_up.a, gate_up.b, gate_up.bias, down.a, down.b, down.bias)
     )
-    outputs = torch.ops.unsloth_trl.moe_experts(
+    inputs = (
         x,
         top_k_index,
         top_k_weights,
@@ -327,4 +351,7 @@ def moe_experts(
         gate.limit,
         backend,
     )
-    return outputs[0]
+    # compilers and other modes see ops, and nothing inside of a function
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return torch.ops.unsloth_trl.moe_experts(*inputs)[0]
+    return _Experts.apply(*inputs)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..owner import OwnForward
 from ..quantization.experts import is_experts, stacked_shape
+from .factors import factors_by_expert
 from .weights import is_sharded, read_stacked
 
 
@@ -62,8 +63,6 @@ def stacked_factors(
     """
     The LoRA factors of PEFT's layout, one matrix of rank `r` per expert and factor.
 
-    PEFT has the experts outermost in the rows of `lora_A`, and innermost in the columns of `lora_B`.
-
     Args:
         wrapper (`ParamWrapper`): Around a parameter of three dimensions.
         adapters (`list[str]`): Adapters, side by side in the result.
@@ -72,14 +71,20 @@ def stacked_factors(
     Returns:
         `a` of shape `(num_experts, rank, in)` and `b` of shape `(num_experts, rank, out)`, scaled.
     """
-    firsts, seconds = [], []
-    for name in adapters:
-        a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-        firsts.append(a.view(wrapper.num_experts, -1, a.shape[1]).to(dtype))
-        wide = b.to(torch.promote_types(b.dtype, torch.float32)) if wrapper.scaling[name] != 1 else b
-        scaled = wide.view(b.shape[0], -1, wrapper.num_experts).permute(2, 1, 0) * wrapper.scaling[name]
-        seconds.append(scaled.to(dtype).contiguous())
-    return (firsts[0], seconds[0]) if len(adapters) == 1 else (torch.cat(firsts, 1), torch.cat(seconds, 1))
+    pairs = [
+        factors_by_expert(
+            wrapper.lora_A[name].weight,
+            wrapper.lora_B[name].weight,
+            wrapper.num_experts,
+            wrapper.scaling[name],
+            dtype,
+        )
+        for name in adapters
+    ]
+    if len(pairs) == 1:
+        return pairs[0]
+    firsts, seconds = zip(*pairs, strict=True)
+    return torch.cat(firsts, 1), torch.cat(seconds, 1)
 
 
 class SplitLoraForward(OwnForward[ParamWrapper]):

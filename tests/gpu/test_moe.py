@@ -6,10 +6,11 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from tests.patches import test_moe_op
+from tests.patches import test_moe_factors, test_moe_op
 from tests.patches.test_moe import assert_same, experts_lora, fill, patch, step
 from tests.patches.test_moe_op import by_token, gradients
 from tests.tiny import tiny_model
+from unsloth_trl.patches.moe.factors import factors_by_expert
 from unsloth_trl.patches.moe.op import Gate, Projection, moe_experts
 from unsloth_trl.patches.moe.weights import plain
 from unsloth_trl.patches.quantization.experts import dequantize_experts, quantize_experts_
@@ -132,3 +133,19 @@ def test_experts_in_4_bits():
     patch(reference, moe_backend="triton")
     actual, expected = step(quantised), step(reference)
     assert_same(actual, expected, 1e-6)
+
+
+@pytest.mark.parametrize("num_experts, rank, n_in, n_out, scaling", test_moe_factors.CASES)
+def test_factors_are_moved_without_a_change(num_experts, rank, n_in, n_out, scaling):
+    factors = test_moe_factors.draw(num_experts, rank, n_in, n_out)
+    a, b = (t.cuda().requires_grad_() for t in factors)
+    grads = torch.randn(num_experts, rank, n_in), torch.randn(num_experts, rank, n_out)
+    on_cpu = [t.requires_grad_() for t in factors]
+    expected = factors_by_expert(*on_cpu, num_experts, scaling, torch.bfloat16)
+    found = factors_by_expert(a, b, num_experts, scaling, torch.bfloat16)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x.cpu(), y)
+    expected = torch.autograd.grad(expected, on_cpu, [g.bfloat16() for g in grads])
+    found = torch.autograd.grad(found, (a, b), [g.bfloat16().cuda() for g in grads])
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x.cpu(), y)
