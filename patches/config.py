@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 CheckpointPolicy = Literal["auto", "keep", "recompute", "offload"]
 MoeBackend = Literal["auto", "grouped_mm", "triton", "native_torch"]
+CompileLayers = Literal["auto", "on", "off"]
 AttentionBackend = Literal["auto", "flash_attention_2", "sdpa", "eager"]
 
 
@@ -43,6 +44,9 @@ class PatchConfig:
         staging_buffers (`int`, *optional*, defaults to 2):
             Offloaded inputs that the backward has on the device at once: 2 copies one while another is used, 1 saves
             the memory of one input and waits for each copy.
+        compile_layers (`str`, *optional*, defaults to `"auto"`):
+            Whether decoder layers are compiled, each class of them once. Outside of this package's trainers, which
+            know how long a run is, `"auto"` is `"off"`.
     """
 
     attention_backend: AttentionBackend = "auto"
@@ -53,12 +57,14 @@ class PatchConfig:
     checkpoint_policy: CheckpointPolicy = "auto"
     max_pinned_gb: float | None = None
     staging_buffers: int = 2
+    compile_layers: CompileLayers = "auto"
 
     def __post_init__(self):
         for name, choices in (
             ("attention_backend", get_args(AttentionBackend)),
             ("moe_backend", (*get_args(MoeBackend), None)),
             ("checkpoint_policy", get_args(CheckpointPolicy)),
+            ("compile_layers", get_args(CompileLayers)),
         ):
             if getattr(self, name) not in choices:
                 value = getattr(self, name)

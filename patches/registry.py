@@ -56,6 +56,7 @@ def apply_patches(
     # the patches import transformers models' interfaces: at call time, so that this module stays light
     from .attention import patch as attention
     from .checkpointing import patch as checkpointing
+    from .compilation import patch as compilation
     from .lm_head import patch as lm_head
     from .lora import patch as lora
     from .moe import patch as moe
@@ -73,6 +74,7 @@ def apply_patches(
         ("lora", lora.apply),
         ("moe", moe.apply),
         ("checkpointing", checkpointing.apply),
+        ("compilation", compilation.apply),
     ):
         try:
             entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))

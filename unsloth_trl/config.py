@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import trl
 
-from .patches.config import AttentionBackend, CheckpointPolicy, MoeBackend, PatchConfig
+from .patches.config import AttentionBackend, CheckpointPolicy, CompileLayers, MoeBackend, PatchConfig
 
 
 @dataclass
@@ -32,6 +32,8 @@ class PatchArguments:
         max_pinned_gb (`float`, *optional*):
             See `PatchConfig`.
         staging_buffers (`int`, *optional*, defaults to 2):
+            See `PatchConfig`.
+        compile_layers (`str`, *optional*, defaults to `"auto"`):
             See `PatchConfig`.
         strict (`bool`, *optional*, defaults to `False`):
             Raise instead of warning when the model's architecture is not verified.
@@ -67,6 +69,9 @@ class PatchArguments:
     )
     staging_buffers: int = field(
         default=2, metadata={"help": "Offloaded layer inputs that the backward has on the device at once."}
+    )
+    compile_layers: CompileLayers = field(
+        default="auto", metadata={"help": "Compile decoder layers; 'auto' where the run is long enough to pay for it."}
     )
     strict: bool = field(
         default=False, metadata={"help": "Raise instead of warning when the architecture is not verified."}

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..config import PatchConfig
 from ..layout import PackedLayout
 from ..report import PatchEntry
+from .compiled import can_flash, flash_attn_by_layout, layout_of
 from .op import MAX_HEAD_DIM, device_supports_flash, flash_attn_varlen
 from .reference import causal_mask, eager_attention
 from .segments import eager_attend, sdpa_attend, segment_attention
@@ -130,6 +131,20 @@ def _packed_attention(
     return out.unflatten(0, (batch, seq_len))
 
 
+def _attention_by_handle(backend: str, query, key, value, handle: torch.Tensor, **settings) -> torch.Tensor:
+    """`_packed_attention` within a graph: an op of the graph where that can be one, else what interrupts the graph."""
+    query, key, value = _common_dtype(query, key, value)
+    refusals = settings["softcap"], settings["sinks"], settings["dropout"]
+    if backend in ("auto", "flash_attention_2") and can_flash(query, value, *refusals):
+        return flash_attn_by_layout(query, key, value, handle, settings["scale"], settings["window"])
+    return _outside_of_graphs(backend, query, key, value, handle, **settings)
+
+
+@torch.compiler.disable
+def _outside_of_graphs(backend: str, query, key, value, handle: torch.Tensor, **settings) -> torch.Tensor:
+    return _packed_attention(backend, query, key, value, layout_of(handle), **settings)
+
+
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -154,6 +169,20 @@ def attention_forward(
     does, or as eager where sdpa cannot do soft-capping or sinks.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(packed_layout, torch.Tensor):  # the handle that a compiled layer has
+        return _attention_by_handle(
+            backend,
+            query,
+            key,
+            value,
+            packed_layout,
+            scale=scale,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout=dropout,
+            position_ids=kwargs.get("position_ids"),
+        ), None
     if packed_layout is not None:
         out = _packed_attention(
             backend,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..compilation.layers import through_own_forward
 from .offload import Offloader, Saved, can_leave
 from .policy import Plan
 from .slab import HostMemoryError
@@ -78,8 +79,10 @@ class LayerCheckpoint:
             )
         plan = self.plan
         if not torch.is_grad_enabled():
+            function = through_own_forward(function)
             return function(*args, **_of_the_function(kwargs))
         action = plan.layer(self.index, args)
+        function = through_own_forward(function)
         if action == "keep":
             return function(*args, **_of_the_function(kwargs))
         function = plan.watched(function)

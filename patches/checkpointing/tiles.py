@@ -4,6 +4,7 @@ The method is that of TiledMLP (Arctic Long Sequence Training, arXiv 2506.13996)
 gradients of the weights are returned to autograd, as sums over the tiles in fp32.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -175,3 +176,28 @@ def remove_tiles(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(tiled := module.__dict__.get("forward"), TiledForward):
             tiled.take_off()
+
+
+class TileSwitch:
+    """
+    Takes the tiled forwards of modules off and puts them on again: for a compiler each is another module's.
+
+    Args:
+        modules (`list[nn.Module]`): Modules that have one as the last forward that was put on them.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        self._tiled = [(weakref.ref(module), module.__dict__["forward"]) for module in modules]
+        self.on = True
+
+    def set(self, on: bool) -> None:
+        if on == self.on:
+            return
+        self.on = on
+        for reference, tiled in self._tiled:
+            if (module := reference()) is None:
+                continue
+            if on:
+                module.forward = tiled
+            elif module.__dict__.get("forward") is tiled:
+                tiled.take_off()

@@ -91,7 +91,9 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         return PatchEntry("lora", (), "LoRA dropout draws its mask on the cast input; set lora_dropout=0")
     for layer in layers:
         layer._cast_input_dtype = cast_input
-        if _adds_its_product(layer) and "forward" not in layer.__dict__:
+        # to a compiler, a forward of a layer's own is other code in each layer; it fuses PEFT's itself
+        compiled = config.compile_layers == "on"
+        if _adds_its_product(layer) and "forward" not in layer.__dict__ and not compiled:
             layer.forward = PlainLoraForward(layer)
 
     def undo(model: PreTrainedModel) -> None:

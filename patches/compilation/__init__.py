@@ -1,0 +1,1 @@
+"""Decoder layers compiled one by one, each class of them once."""

@@ -1,0 +1,218 @@
+"""`compile_layers="on"` trains as without it, compiles once for all layers, and stays out of where it must."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+
+import unsloth_trl
+from tests.numerics import assert_runs_close, make_trainer, run_sft
+from tests.tiny import ARCHITECTURES, tiny_model
+from tests.trainers.grpo_runs import run_ours
+from unsloth_trl.patches.attention import compiled, patch
+from unsloth_trl.patches.checkpointing import settings
+from unsloth_trl.patches.compilation import layers
+from unsloth_trl.patches.compilation import patch as compilation
+from unsloth_trl.patches.config import PatchConfig
+from unsloth_trl.patches.layout import PackedLayout
+from unsloth_trl.patches.registry import apply_patches, base_model
+
+
+# MoE layers come apart into more graphs than dense ones
+SEVERAL = ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+PACKED = {
+    "packing": True,
+    "max_length": 24,
+    "per_device_train_batch_size": 2,
+    "gradient_checkpointing": True,
+    "checkpoint_policy": "recompute",
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def untranslated(monkeypatch):
+    """Graphs that run as they are: what dynamo and autograd make of a layer, without a compiler's minutes."""
+    monkeypatch.setattr(compilation, "apply", functools.partial(compilation.apply, backend="aot_eager"))
+
+
+def entry(trainer):
+    return trainer.patch_report["compilation"]
+
+
+def num_graphs(trainer) -> int:
+    layer = layers_of(trainer.model)[0]
+    return layer.__dict__["forward"].compiler.num_graphs
+
+
+def layers_of(model):
+    return [m for m in base_model(model).modules() if isinstance(m.__dict__.get("forward"), layers.CompiledForward)]
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("model_type", SEVERAL)
+def test_sft_is_the_same(model_type, lora, untranslated):
+    on = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="off", **PACKED)
+    assert entry(on.trainer).applied and not entry(off.trainer).applied
+    assert num_graphs(on.trainer) > 0
+    assert_runs_close(on, off, 2e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_inductor_is_the_same(model_type):
+    on = run_sft(unsloth_trl, model_type, lora=True, compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, model_type, lora=True, compile_layers="off", **PACKED)
+    assert num_graphs(on.trainer) > 0
+    assert_runs_close(on, off, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "config", [{"packing": False}, {"gradient_checkpointing": False}, {"checkpoint_policy": "offload"}], ids=str
+)
+def test_padded_rows_and_no_checkpoint(config, untranslated):
+    changed = PACKED | config
+    on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **changed)
+    off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **changed)
+    assert num_graphs(on.trainer) > 0
+    assert_runs_close(on, off, 2e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe"])
+def test_grpo_is_the_same(model_type, untranslated):
+    fields = {"lora": True, "beta": 0.1, "num_iterations": 2, "gradient_checkpointing": True}
+    on, off = (run_ours(model_type, compile_layers=value, **fields) for value in ("on", "off"))
+    assert entry(on.trainer).applied
+    assert_runs_close(on, off, 2e-5)
+
+
+@pytest.fixture
+def in_graph(monkeypatch):
+    """The attention op within the graph, which is there for GPUs, with its reference on the CPU."""
+
+    def can_flash(query, value, softcap, sinks, dropout):
+        return softcap is None and sinks is None and not dropout
+
+    monkeypatch.setattr(patch, "can_flash", can_flash)
+
+
+def test_attention_within_the_graph(in_graph, untranslated):
+    on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
+    assert_runs_close(on, off, 2e-5)
+    # of any length; one for the first layer, whose input needs no gradient, and one for the others
+    assert num_graphs(on.trainer) <= 2
+
+
+@pytest.mark.parametrize(
+    "seqlens, parents", [([3, 1, 5], None), ([4, 3, 2, 5], [-1, 0, 0, -1])], ids=["plain", "tree"]
+)
+def test_attention_op(seqlens, parents):
+    layout = PackedLayout(seqlens, parents)
+    if parents is not None:
+        layout = PackedLayout([4, 5, 3, 2], [-1, -1, 0, 0])
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 4, layout.num_tokens, 8)
+    query, key, value = (torch.randn(shape, generator=generator)[:, :heads].requires_grad_() for heads in (4, 2, 2))
+    handle = compiled.hold(layout)
+    out = compiled.flash_attn_by_layout(query, key, value, handle, 0.3, None)
+    expected = patch._packed_attention(
+        "sdpa",
+        query,
+        key,
+        value,
+        layout,
+        scale=0.3,
+        window=None,
+        softcap=None,
+        sinks=None,
+        dropout=0.0,
+        position_ids=None,
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    grad = torch.randn(out.shape, generator=generator)
+    for mine, theirs in zip(
+        *(torch.autograd.grad(o, (query, key, value), grad) for o in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    arguments = tuple(x.detach().requires_grad_() for x in (query, key, value))
+    torch.library.opcheck(torch.ops.unsloth_trl.flash_attn_by_layout, (*arguments, handle, 0.3, 0))
+
+
+def test_a_layout_that_is_gone_says_what_to_change():
+    layout = PackedLayout([3])
+    handle = compiled.hold(layout)
+    others = [PackedLayout([n + 1]) for n in range(compiled.HELD)]
+    for other in others:
+        compiled.hold(other)
+    with pytest.raises(RuntimeError, match="set compile_layers='off'"):
+        compiled.layout_of(handle)
+    assert compiled.layout_of(compiled.hold(layout)) is layout  # held once more
+    assert len(compiled._LAYOUTS) == compiled.HELD
+
+
+def test_generation_is_not_compiled(untranslated):
+    trainer = make_trainer(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
+    ids = torch.tensor([[9, 10, 11]])
+    before = make_trainer(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED).model.eval()
+    expected = before.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(trainer.model.eval().generate(input_ids=ids, max_new_tokens=5, do_sample=False), expected)
+    assert num_graphs(trainer) == 0
+
+
+def test_removed_copied_and_pickled(untranslated):
+    model = tiny_model("qwen3_moe")
+    ids = torch.arange(9, 21)[None]
+    expected = model(input_ids=ids).logits
+    report = apply_patches(model, PatchConfig(compile_layers="on"))
+    assert len(layers_of(model)) == model.config.num_hidden_layers
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(layer.__dict__["forward"].owner is layer for layer in layers_of(other))
+        torch.testing.assert_close(other(input_ids=ids, use_cache=False).logits, expected)
+    report.remove()
+    assert not layers_of(model) and all("forward" not in m.__dict__ for m in model.modules())
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_long_rows_are_cut_into_tiles_and_not_compiled(untranslated, monkeypatch):
+    for name, value in (("TILE", 4), ("TILE_FROM", 8), ("SMALLEST_TILE", 4)):
+        monkeypatch.setattr(settings, name, value)
+    on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
+    assert "in tiles of 4" in str(on.trainer.patch_report["checkpointing"].detail)
+    assert num_graphs(on.trainer) == 0
+    assert_runs_close(on, off, 2e-5)
+
+
+def test_a_compiler_that_fails_leaves_the_run_as_it_is(monkeypatch, caplog):
+    def broken(graph, inputs):
+        raise FileNotFoundError("no C compiler here")
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
+    on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
+    assert_runs_close(on, off, 1e-6)
+    assert "no C compiler here" in str(entry(on.trainer).detail)
+    assert "compile_layers='off'" in caplog.text
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_architecture_runs_compiled(model_type, untranslated):
+    model = tiny_model(model_type)
+    layout = PackedLayout([5, 7])
+    ids = torch.arange(9, 21)[None]
+    apply_patches(model, PatchConfig(compile_layers="off"))
+    with torch.no_grad():
+        expected = model(input_ids=ids, packed_layout=layout).logits
+        apply_patches(model, PatchConfig(compile_layers="on"))
+        torch.testing.assert_close(model(input_ids=ids, packed_layout=layout).logits, expected, rtol=1e-4, atol=1e-5)
+    assert layers_of(model)[0].__dict__["forward"].compiler.failure is None
