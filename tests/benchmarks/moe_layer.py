@@ -101,7 +101,7 @@ def run(layer: nn.Module, implementation: str, inputs) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(2_000_000)  # the host gets ahead, so that launches are not what is timed
+    torch.cuda._sleep(20_000_000)  # the host gets ahead, so that launches are not what is timed
     start.record()
     layer(x, index, weights).backward(grad)
     end.record()

@@ -181,4 +181,6 @@ result = {
     "loss_last": losses[-1:],
     **provenance(a.mode, "sft.py"),
 }
+if a.mode == "ours":
+    print(trainer.patch_report)
 print("RESULT", json.dumps(result), flush=True)
