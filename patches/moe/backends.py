@@ -77,9 +77,9 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, wid
     The backend for products of these widths.
 
     Args:
-        requested (`str`): One of `MoeBackend`; with `"auto"` torch's grouped product where it has a kernel for the
-            card (sm_90 and sm_100 in bf16), this package's on other cards from sm_80 on and on AMD, and a loop on the
-            CPU and on older cards, for whose tensor cores Triton has no code.
+        requested (`str`): One of `MoeBackend`; with `"auto"` this package's kernels on cards from sm_80 on and on
+            AMD (on an H200 they were 1.05 to 1.3 times as fast as torch's), torch's on sm_100 in bf16, where ours
+            were not measured, and a loop on the CPU and on older cards, for whose tensor cores Triton has no code.
         device, dtype, widths: See `refusal`.
 
     Raises:
@@ -92,7 +92,7 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, wid
     order = ["native_torch"]
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0]
-        if torch.version.hip is None and major in (9, 10) and dtype == torch.bfloat16:
+        if torch.version.hip is None and major == 10 and dtype == torch.bfloat16:
             order = ["grouped_mm", "triton", "native_torch"]
         elif torch.version.hip is not None or major >= 8:
             order = ["triton", "grouped_mm", "native_torch"]
@@ -106,27 +106,31 @@ def grouped_mm(
     backend: Backend,
     xa: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Each row times the weight of its expert, and the second half of an adapter added.
 
     Args:
-        x (`torch.Tensor` of shape `(num_rows, in_features)`): Rows, sorted by expert.
+        x (`torch.Tensor` of shape `(num_rows, in_features)`): Rows, sorted by expert; or others with `rows`.
         weight (`torch.Tensor` of shape `(num_experts, in_features, out_features)`, any strides): Weights.
         routing (`Routing`): The rows.
         backend (`str`): What computes it.
         xa, b (`torch.Tensor` of shapes `(num_rows, rank)` and `(num_experts, rank, out_features)`, *optional*): Thin
             product and its factors.
+        rows (`torch.Tensor` of shape `(num_rows,)`, integer, *optional*): The row of `x` of each sorted row; for a
+            backend that gathers.
 
     Returns:
         `torch.Tensor` of shape `(num_rows, out_features)`, in the dtype of `x`.
     """
-    if not x.shape[0]:
+    if not routing.num_rows:
         return x.new_empty(0, weight.shape[2])
     if backend == "triton":
         from .gemm import triton_grouped_mm
 
-        return triton_grouped_mm(x, weight, routing.offsets, tiles=routing.tiles, xa=xa, b=b)
+        return triton_grouped_mm(x, weight, routing.offsets, tiles=routing.tiles, rows=rows, xa=xa, b=b)
+    x = x if rows is None else x[rows]
     if backend == "grouped_mm":
         out = F.grouped_mm(x, weight, offs=routing.offsets)
     else:
@@ -134,29 +138,39 @@ def grouped_mm(
     return out if xa is None else add_product_(out, xa, b, routing)
 
 
+def gathers(backend: Backend) -> bool:
+    """Whether products of this backend read rows from where they are; the others want them side by side."""
+    return backend == "triton"
+
+
 def grouped_gram(
-    x: torch.Tensor, y: torch.Tensor, routing: Routing, backend: Backend, y_rows: torch.Tensor | None = None
+    x: torch.Tensor,
+    y: torch.Tensor,
+    routing: Routing,
+    backend: Backend,
+    y_rows: torch.Tensor | None = None,
+    x_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     For each expert its rows of `x`, transposed, times its rows of `y`: the gradient of a weight.
 
     Args:
-        x (`torch.Tensor` of shape `(num_rows, in_features)`): Rows, sorted by expert.
-        y (`torch.Tensor` of shape `(num_rows, out_features)`): Rows in the same order, or any with `y_rows`.
+        x (`torch.Tensor` of shape `(num_rows, in_features)`): Rows, sorted by expert, or others with `x_rows`.
+        y (`torch.Tensor` of shape `(num_rows, out_features)`): Rows in the same order, or others with `y_rows`.
         routing (`Routing`): The rows.
         backend (`str`): What computes it.
-        y_rows (`torch.Tensor` of shape `(num_rows,)`, integer, *optional*): The row of `y` of each sorted row.
+        y_rows, x_rows (`torch.Tensor` of shape `(num_rows,)`, integer, *optional*): The row of each sorted row.
 
     Returns:
         `torch.Tensor` of shape `(num_experts, in_features, out_features)`: Zeros for experts without rows.
     """
-    if not x.shape[0]:
+    if not routing.num_rows:
         return x.new_zeros(routing.num_experts, x.shape[1], y.shape[1])
     if backend == "triton":
         from .gemm import triton_grouped_gram
 
-        return triton_grouped_gram(x, y, routing.offsets, y_rows=y_rows)
-    y = y if y_rows is None else y[y_rows]
+        return triton_grouped_gram(x, y, routing.offsets, x_rows=x_rows, y_rows=y_rows)
+    x, y = x if x_rows is None else x[x_rows], y if y_rows is None else y[y_rows]
     if backend == "grouped_mm":
         return F.grouped_mm(x.t(), y, offs=routing.offsets)
     return grouped_gram_reference(x, y, routing.offsets)

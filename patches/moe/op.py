@@ -11,10 +11,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .backends import Backend, grouped_gram, grouped_mm, row_tile, thin_backend
+from .backends import Backend, gathers, grouped_gram, grouped_mm, row_tile, thin_backend
 from .counting_sort import sort_rows
 from .routing import Routing, max_tiles
-from .rows import TILE_ROWS, combine, gate_backward_weighted, gate_forward, gather_project
+from .rows import TILE_ROWS, combine, gate_backward_weighted, gate_forward, gather_project, project
 from .weights import META, Stacked, dense
 
 
@@ -101,11 +101,11 @@ def _forward(
     num_experts = gate_up_meta[META]
     wide = row_tile(x, top_k_index.numel(), num_experts, backend)
     routing = sort_rows(top_k_index, num_experts, wide)
-    rows, xa = gather_project(x, routing, gate_up_a)
+    rows, token, xa = _gathered(x, routing, backend, gate_up_a)
     with dense(gate_up, gate_up_scales, gate_up_meta, x.dtype, "gate_up") as weight:
-        gu = grouped_mm(rows, _forwards(weight, transposed), routing, backend)
-    xa = _with_ones(xa, gate_up_bias, rows)
+        gu = grouped_mm(rows, _forwards(weight, transposed), routing, backend, rows=token)
     del rows
+    xa = _with_ones(xa, gate_up_bias, gu)
     gate_up_b, down_b = _factors(gate_up_b, gate_up_bias), _factors(down_b, down_bias)
     hidden, ha = gate_forward(gu, routing, kind, xa, gate_up_b, down_a, alpha=alpha, limit=limit)
     ha = _with_ones(ha, down_bias, hidden)
@@ -115,6 +115,17 @@ def _forward(
     saved = [x.new_empty(0) if t is None else t for t in (xa, ha)]
     tiles = (routing.tiles(TILE_ROWS), _wide_tiles(routing, wide))
     return [out, gu, *saved, routing.order, routing.place, routing.offsets, *tiles]
+
+
+def _gathered(x: torch.Tensor, routing: Routing, backend: Backend, factors: torch.Tensor | None):
+    """
+    The tokens of the rows for a backend's products: the rows themselves and no index, or all tokens and the index;
+    and their product with an adapter's factors, if there are any.
+    """
+    if not gathers(backend):
+        rows, product = gather_project(x, routing, factors)
+        return rows, None, product
+    return x, routing.token, None if factors is None else project(x, routing, factors)
 
 
 def _wide_tiles(routing: Routing, wide: int) -> torch.Tensor:
@@ -177,9 +188,9 @@ def _backward(
     routing = Routing(order, place, offsets, {TILE_ROWS: tiles} | ({wide: wide_tiles} if wide else {}))
     thin = thin_backend(grad)
     gu_b, d_b = _factors(gate_up_b, gate_up_bias), _factors(down_b, down_bias)
-    grad_rows, grad_ha = gather_project(grad, routing, d_b)
+    grad_rows, token, grad_ha = _gathered(grad, routing, backend, d_b)
     with dense(down, down_scales, down_meta, grad.dtype, "down") as weight:
-        grad_hidden = grouped_mm(grad_rows, _backwards(weight, transposed), routing, backend)
+        grad_hidden = grouped_mm(grad_rows, _backwards(weight, transposed), routing, backend, rows=token)
     bias_part = None
     if down_bias is not None:
         bias_part, grad_ha = grad_ha[:, -1], grad_ha[:, :-1].contiguous()
@@ -203,21 +214,21 @@ def _backward(
         total = grad_weights if bias_part is None else grad_weights + bias_part[place]
         grads[1] = total.to(top_k_weights.dtype)
     if needed[6]:
-        grads[6] = _weight_grad(hidden, grad_rows, routing, transposed, backend)
+        grads[6] = _weight_grad(hidden, grad_rows, routing, transposed, backend, grad_rows=token)
     if needed[7]:
         grads[7] = grouped_gram(grad_ha, hidden, routing, thin)
     if needed[8] or needed[9]:
         weighted = (ha * top_k_weights.reshape(-1)[order].unsqueeze(1)).to(ha.dtype)
-        grads[8], grads[9] = _split(grouped_gram(weighted, grad_rows, routing, thin), down_b, down_bias)
+        grads[8], grads[9] = _split(grouped_gram(weighted, grad_rows, routing, thin, token), down_b, down_bias)
     del grad_rows, hidden
     if needed[4] or needed[5]:
         grads[4], grads[5] = _split(grouped_gram(xa, grad_gu, routing, thin), gate_up_b, gate_up_bias)
     if gate_up_a is not None and gate_up_bias is not None:
         grad_xa = grad_xa[:, :-1].contiguous()
     if needed[2] or needed[3]:
-        token = routing.token
+        token = routing.token if token is None else token
         if needed[2]:
-            grads[2] = _weight_grad(x[token], grad_gu, routing, transposed, backend)
+            grads[2] = _weight_grad(x, grad_gu, routing, transposed, backend, x_rows=token)
         if needed[3]:
             grads[3] = grouped_gram(grad_xa, x, routing, thin, token)
     if needed[0]:
@@ -228,8 +239,12 @@ def _backward(
     return [grad.new_empty(0) if g is None else g for g in grads]
 
 
-def _weight_grad(x, grad, routing: Routing, transposed: bool, backend: Backend) -> torch.Tensor:
-    return grouped_gram(x, grad, routing, backend) if transposed else grouped_gram(grad, x, routing, backend)
+def _weight_grad(
+    x, grad, routing: Routing, transposed: bool, backend: Backend, x_rows=None, grad_rows=None
+) -> torch.Tensor:
+    if transposed:
+        return grouped_gram(x, grad, routing, backend, grad_rows, x_rows)
+    return grouped_gram(grad, x, routing, backend, x_rows, grad_rows)
 
 
 def _split(both: torch.Tensor, b: torch.Tensor | None, bias: torch.Tensor | None):

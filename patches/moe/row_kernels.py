@@ -126,21 +126,21 @@ def gather_project_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`xs = x[token]` and `xa = xs a[expert]^T`; `chunk` columns of a program, all of them if `RANK`."""
+    """`xs = x[token]`, if wanted, and `xa = x[token] a[expert]^T`; `chunk` columns of a program, all if `RANK`."""
     expert, first, end = _part(tiles, TILE, BLOCK_M)
     if first >= end:
         return
     rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
     live = rows < end
     source = x + (tl.load(order + rows, mask=live, other=0) // TOP_K * width)[:, None]
-    target = xs + (rows * width)[:, None]
     start = tl.program_id(1) * chunk
     total = tl.zeros((BLOCK_M, RANK_PAD), dtype=tl.float32)
     for col in range(start, min(start + chunk, width), BLOCK_N):
         cols = col + tl.arange(0, BLOCK_N)
         mask = live[:, None] & (cols < width)[None, :]
         block = tl.load(source + cols[None, :], mask=mask, other=0.0)
-        tl.store(target + cols[None, :], block, mask=mask)
+        if xs is not None:
+            tl.store(xs + (rows * width)[:, None] + cols[None, :], block, mask=mask)
         if RANK:
             factor = _load_factor(a, expert, cols, width, RANK, RANK_PAD)
             total = tl.dot(block, tl.trans(factor), total, input_precision="ieee")

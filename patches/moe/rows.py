@@ -133,15 +133,15 @@ def gather_project(
     return launch_gather_project(x, routing, a)
 
 
-def launch_gather_project(x, routing, a):
+def launch_gather_project(x, routing, a, with_rows=True):
     """`gather_project` through the kernel."""
     from .row_kernels import gather_project_kernel
 
     _check(x=x, a=a)
     width, ranks, blocks = x.shape[1], _ranks("RANK", a), _rows(routing.num_rows)
-    xs = x.new_empty(routing.num_rows, width)
+    xs = x.new_empty(routing.num_rows, width) if with_rows else None
     xa = None if a is None else x.new_empty(routing.num_rows, ranks["RANK"])
-    if xs.numel():
+    if routing.num_rows and width:
         step = _columns(128, x.dtype, ranks["RANK"])
         chunk = 2 * step if a is None else width
         with torch.cuda.device_of(x):
@@ -162,6 +162,21 @@ def launch_gather_project(x, routing, a):
                 num_stages=3,
             )
     return xs, xa
+
+
+def project(x: torch.Tensor, routing: Routing, a: torch.Tensor) -> torch.Tensor:
+    """
+    Multiply the tokens with the first factors of an adapter of their experts, for products that gather them.
+
+    Args:
+        x, routing, a: As in `gather_project`.
+
+    Returns:
+        `torch.Tensor` of shape `(num_rows, rank)`, in the order of the experts.
+    """
+    if not _use_kernels(x):
+        return gather_project_reference(x, routing, a)[1]
+    return launch_gather_project(x, routing, a, with_rows=False)[1]
 
 
 def gate_forward(
