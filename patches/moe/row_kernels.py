@@ -223,12 +223,10 @@ def gate_backward_kernel(
     num_rows,
     width,
     num_experts,
-    chunk,
     alpha,
     limit,
     KIND: tl.constexpr,
     WITH_H: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
     RANK_DOWN: tl.constexpr,
@@ -240,12 +238,11 @@ def gate_backward_kernel(
     """
     Gradient of `gate_forward_kernel` with `dh + dyb a_down[expert]`; `h` again; `dgub = dgu b[expert]^T`.
 
-    If `WEIGHTED`, the gradients that come in are those of weighted rows, and their product with `h` is that of the
-    weights; what goes out has the weights in it.
+    The gradients that come in are those of weighted rows, and their product with `h` is that of the weights; what goes
+    out has the weights in it.
     """
     INTERLEAVED: tl.constexpr = KIND == "gpt_oss"
-    if WEIGHTED:
-        _zero_rest(dweights, order, offsets, num_rows, num_experts, BLOCK_M)
+    _zero_rest(dweights, order, offsets, num_rows, num_experts, BLOCK_M)
     expert, first, end = _part(tiles, TILE, BLOCK_M)
     if first >= end:
         return
@@ -257,13 +254,11 @@ def gate_backward_kernel(
         b += (expert * RANK + ranks)[:, None] * (2 * width)
     if RANK_DOWN:
         down = _load_ranks(dyb, rows, live, RANK_DOWN, RANK_DOWN_PAD)
-    if WEIGHTED:
-        slot = tl.load(order + rows, mask=live, other=0)
-        weight = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)[:, None]
-        products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    start = tl.program_id(1) * chunk
+    slot = tl.load(order + rows, mask=live, other=0)
+    weight = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)[:, None]
+    products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, RANK_PAD), dtype=tl.float32)
-    for col in range(start, min(start + chunk, width), BLOCK_N):
+    for col in range(0, width, BLOCK_N):
         cols = col + tl.arange(0, BLOCK_N)
         mask = live[:, None] & (cols < width)[None, :]
         gate, up = _load_halves(gu + (rows * 2 * width)[:, None], live, col, width, INTERLEAVED, BLOCK_M, BLOCK_N)
@@ -280,10 +275,9 @@ def gate_backward_kernel(
         squashed, slope = _squash(held, alpha, KIND)
         active = held * squashed
         out = active * lifted
-        if WEIGHTED:
-            products += grad * out
-            grad *= weight
-            out *= weight
+        products += grad * out
+        grad *= weight
+        out *= weight
         d_gate = grad * lifted * (squashed + active * (1.0 - squashed) * slope)
         d_up = grad * active
         if KIND == "gpt_oss":
@@ -299,8 +293,7 @@ def gate_backward_kernel(
             total = tl.dot(d_up, tl.trans(b_up), total, input_precision="ieee")
     if RANK:
         _store_ranks(dgub, total, rows, live, RANK, RANK_PAD)
-    if WEIGHTED:
-        tl.store(dweights + slot, tl.sum(products, axis=1), mask=live)
+    tl.store(dweights + slot, tl.sum(products, axis=1), mask=live)
 
 
 @triton.jit
@@ -331,59 +324,6 @@ def combine_kernel(
             value *= tl.where(row < last, weight, 0.0)
         total += value
     tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=cols < width)
-
-
-@triton.jit(do_not_specialize=["num_rows"])  # another batch does not compile again
-def combine_backward_kernel(
-    grad,
-    y,
-    order,
-    tiles,
-    weights,
-    offsets,
-    b_down,
-    dy,
-    dweights,
-    dyb,
-    num_rows,
-    width,
-    num_experts,
-    TOP_K: tl.constexpr,
-    WITH_DWEIGHTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """`dy = w grad[token]`, `dweights = <grad[token], y>` and `dyb = dy b_down[expert]^T`."""
-    if WITH_DWEIGHTS:
-        _zero_rest(dweights, order, offsets, num_rows, num_experts, BLOCK_M)
-    expert, first, end = _part(tiles, TILE, BLOCK_M)
-    if first >= end:
-        return
-    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-    live = rows < end
-    slot = tl.load(order + rows, mask=live, other=0)
-    weight = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)
-    source = grad + (slot // TOP_K * width)[:, None]
-    total = tl.zeros((BLOCK_M, RANK_PAD), dtype=tl.float32)
-    products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for col in range(0, width, BLOCK_N):
-        cols = col + tl.arange(0, BLOCK_N)
-        mask = live[:, None] & (cols < width)[None, :]
-        value = tl.load(source + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        if WITH_DWEIGHTS:
-            products += value * tl.load(y + (rows * width)[:, None] + cols[None, :], mask=mask, other=0.0)
-        scaled = (value * weight[:, None]).to(dy.dtype.element_ty)
-        tl.store(dy + (rows * width)[:, None] + cols[None, :], scaled, mask=mask)
-        if RANK:
-            factor = _load_factor(b_down, expert, cols, width, RANK, RANK_PAD)
-            total = tl.dot(scaled, tl.trans(factor), total, input_precision="ieee")
-    if WITH_DWEIGHTS:
-        tl.store(dweights + slot, tl.sum(products, axis=1), mask=live)
-    if RANK:
-        _store_ranks(dyb, total, rows, live, RANK, RANK_PAD)
 
 
 @triton.jit

@@ -5,25 +5,23 @@ With rows sorted by expert (`routing.py`), a layer with low-rank adapters `A`, `
     xs, xa = gather_project(x, routing, A_gate_up)
     gu = grouped product of xs
     h, ha = gate_forward(gu, routing, kind, xa, B_gate_up, A_down)
-    y = grouped product of h
-    out = combine(y, routing, weights, ha, B_down)
+    y = grouped product of h, ha B_down added
+    out = combine(y, routing, weights)
 
-and backwards
-
-    dy, dweights, dyb = combine_backward(grad, y, routing, weights, B_down)
-    dh = grouped product of dy
-    dgu, h, dgub = gate_backward(gu, dh, routing, kind, xa, B_gate_up, dyb, A_down)
-    dxs = grouped product of dgu
-    dx = combine(dxs, routing, None, dgub, A_gate_up)
-
-or, without `y` and with a pass less, beginning with
+and backwards, for which `y` is not kept,
 
     ds, dyb = gather_project(grad, routing, B_down)
     dh = grouped product of ds
     dgu, h, dgub, dweights = gate_backward_weighted(gu, dh, routing, kind, weights, xa, B_gate_up, dyb, A_down)
+    gradients of weights and factors from h, ds, xs, dgu and the thin products
+    dxs = grouped product of dgu, dgub A_gate_up added
+    dx = combine(dxs, routing)
 
-`gu` is saved without its adapter. Products with an adapter's factors are done on rows that are in registers for
-another reason; only the last one of each direction is a pass of its own, in place. A scaling is in `B` already.
+Grouped products that gather the rows they read (`backends.gathers`) take `x` and `grad` themselves; `project` then
+stands for `gather_project`, and no `xs` or `ds` is written. Those that cannot add an adapter leave it to
+`add_product_`, in place. All other products with an adapter's factors are done on rows that are in registers anyway.
+
+`gu` is saved without its adapter. A scaling is in `B` already.
 
 Triton on CUDA (`row_kernels.py`), plain PyTorch elsewhere (`rows_reference.py`). Nothing here has autograd.
 """
@@ -36,7 +34,6 @@ import torch
 from .routing import Routing
 from .rows_reference import (
     add_product_reference_,
-    combine_backward_reference,
     combine_reference,
     gate_backward_reference,
     gate_forward_reference,
@@ -174,9 +171,8 @@ def project(x: torch.Tensor, routing: Routing, a: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor` of shape `(num_rows, rank)`, in the order of the experts.
     """
-    if not _use_kernels(x):
-        return gather_project_reference(x, routing, a)[1]
-    return launch_gather_project(x, routing, a, with_rows=False)[1]
+    run = launch_gather_project if _use_kernels(x) else gather_project_reference
+    return run(x, routing, a, with_rows=False)[1]
 
 
 def gate_forward(
@@ -247,36 +243,6 @@ def launch_gate_forward(gu, routing, kind, xa, b, a_down, alpha, limit):
     return h, ha
 
 
-def gate_backward(
-    gu: torch.Tensor,
-    dh: torch.Tensor,
-    routing: Routing,
-    kind: str,
-    xa: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
-    dyb: torch.Tensor | None = None,
-    a_down: torch.Tensor | None = None,
-    *,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    with_h: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """
-    Gradient of `gate_forward`; arguments that have the same name are those of the forward.
-
-    Args:
-        dh (`torch.Tensor` of shape `(num_rows, intermediate_size)`): Gradient of `h` from the weight alone.
-        dyb (`torch.Tensor` of shape `(num_rows, rank)`, *optional*): Gradient of `ha`; with `a_down` the adapter's
-            part of the gradient of `h`.
-        with_h (`bool`): Whether to write `h` again, which gradients of `a_down` and of the down weight need.
-
-    Returns:
-        `dgu` as `gu`, `h` `(num_rows, intermediate_size)` or `None`, and `dgub` `(num_rows, rank)`, the gradient of
-        `xa`, or `None`.
-    """
-    return _gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, None)[:3]
-
-
 def gate_backward_weighted(
     gu: torch.Tensor,
     dh: torch.Tensor,
@@ -293,32 +259,33 @@ def gate_backward_weighted(
     with_h: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """
-    `gate_backward` that takes the weights in, so that neither `y` nor a pass over `dy` is needed.
+    Gradient of `gate_forward` and of the weights; arguments that have the same name are those of the forward.
 
     Everything between `h` and the weighted sum is linear, so that `<grad[token], y>`, the gradient of a weight, is
-    `<dh, h>` with the gradient of a row as if its weight was 1.
+    `<dh, h>` with the gradient of a row as if its weight was 1. Neither `y` nor weighted rows of `grad` are needed.
 
     Args:
-        dh, dyb: As in `gate_backward`, but from `grad[token]` in place of `dy`: from `gather_project(grad, ...)`.
+        dh (`torch.Tensor` of shape `(num_rows, intermediate_size)`): Gradient of `h` from the down weight alone, where
+            that of `y` is `grad[token]`, without the factor of the sum.
         weights (`torch.Tensor` of shape `(num_tokens, top_k)`): Factors of the sum.
+        dyb (`torch.Tensor` of shape `(num_rows, rank)`, *optional*): Gradient of `ha`, from the same `grad[token]`;
+            with `a_down` the adapter's part of the gradient of `h`.
+        with_h (`bool`): Whether to write `h` again, which gradients of `a_down` and of the down weight need.
 
     Returns:
-        `dgu`, `h` and `dgub` as in `gate_backward`, each row times its weight (with `grad[token]` such a `h` gives the
-        gradient of the down weight), and `dweights` `(num_tokens, top_k)` in fp32, zeros for slots of no expert.
+        `dgu` as `gu`, `h` `(num_rows, intermediate_size)` or `None`, and `dgub` `(num_rows, rank)`, the gradient of
+        `xa`, or `None`, each row times its weight (with `grad[token]` such a `h` gives the gradient of the down
+        weight); and `dweights` `(num_tokens, top_k)` in fp32, zeros for slots of no expert.
     """
-    return _gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights)
-
-
-def _gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights):
     _check_kind(kind)
     _check_pair(xa, b, "xa and b")
     _check_pair(dyb, a_down, "dyb and a_down")
     run = launch_gate_backward if _use_kernels(gu) else gate_backward_reference
-    return run(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights)
+    return run(gu, dh, routing, kind, weights, xa, b, dyb, a_down, alpha, limit, with_h)
 
 
-def launch_gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit, with_h, weights):
-    """`gate_backward_weighted` through the kernel; `weights` can be `None`, as `dweights` is then."""
+def launch_gate_backward(gu, dh, routing, kind, weights, xa, b, dyb, a_down, alpha, limit, with_h):
+    """`gate_backward_weighted` through the kernel."""
     from .row_kernels import gate_backward_kernel
 
     _check(gu=gu, dh=dh, xa=xa, b=b, dyb=dyb, a_down=a_down, weights=weights)
@@ -327,12 +294,11 @@ def launch_gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit
     dgu = torch.empty_like(gu)
     h = torch.empty_like(dh) if with_h else None
     dgub = None if b is None else gu.new_empty(routing.num_rows, ranks["RANK"])
-    dweights = None if weights is None else torch.empty(weights.shape, dtype=torch.float32, device=gu.device)
+    dweights = torch.empty(weights.shape, dtype=torch.float32, device=gu.device)
     if dh.numel():
         steps = _gate_steps(gu.dtype, blocks["BLOCK_M"], ranks["RANK"], down["RANK_DOWN"])
-        chunk = 2 * steps["BLOCK_N"] if b is None and weights is None else width
         with torch.cuda.device_of(gu):
-            gate_backward_kernel[(_parts(routing, blocks), -(-width // chunk))](
+            gate_backward_kernel[(_parts(routing, blocks),)](
                 gu,
                 dh,
                 routing.order,
@@ -350,12 +316,10 @@ def launch_gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit
                 routing.num_rows,
                 width,
                 routing.num_experts,
-                chunk,
                 alpha,
                 limit,
                 KIND=kind,
                 WITH_H=with_h,
-                WEIGHTED=weights is not None,
                 **ranks,
                 **down,
                 **blocks,
@@ -364,13 +328,7 @@ def launch_gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down, alpha, limit
     return dgu, h, dgub, dweights
 
 
-def combine(
-    y: torch.Tensor,
-    routing: Routing,
-    weights: torch.Tensor | None = None,
-    ya: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
-) -> torch.Tensor:
+def combine(y: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None) -> torch.Tensor:
     """
     Sum the rows of each token.
 
@@ -378,23 +336,17 @@ def combine(
         y (`torch.Tensor` of shape `(num_rows, hidden_size)`): Rows. Those of no expert may hold anything, NaN too.
         routing (`Routing`): The rows.
         weights (`torch.Tensor` of shape `(num_tokens, top_k)`, *optional*): Factors, of any float dtype.
-        ya, b (`torch.Tensor` of shapes `(num_rows, rank)` and `(num_experts, rank, hidden_size)`, *optional*): Adapter
-            of `y`, added to `y` in place first: the rows of a token have as many experts, so that a sum by token would
-            read `rank` rows of `b` for each row of `y`.
 
     Returns:
         `torch.Tensor` of shape `(num_tokens, hidden_size)`: In the dtype of `y`, summed in fp32.
     """
-    _check_pair(ya, b, "ya and b")
-    if b is not None:
-        add_product_(y, ya, b, routing)
     if not _use_kernels(y):
         return combine_reference(y, routing, weights)
     return launch_combine(y, routing, weights)
 
 
 def launch_combine(y, routing, weights):
-    """`combine` through the kernel, without an adapter."""
+    """`combine` through the kernel."""
     from .row_kernels import combine_kernel
 
     _check(y=y, weights=weights, place=routing.place)
@@ -417,70 +369,6 @@ def launch_combine(y, routing, weights):
                 num_warps=max(1, step // 256),
             )
     return out
-
-
-def combine_backward(
-    grad: torch.Tensor,
-    y: torch.Tensor | None,
-    routing: Routing,
-    weights: torch.Tensor,
-    b_down: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """
-    Gradient of `combine` with weights.
-
-    Args:
-        grad (`torch.Tensor` of shape `(num_tokens, hidden_size)`): Gradient of the sum.
-        y (`torch.Tensor` of shape `(num_rows, hidden_size)`, *optional*): The rows, adapter included; without them the
-            weights get no gradient, and a pass less over memory.
-        routing (`Routing`): The rows.
-        weights (`torch.Tensor` of shape `(num_tokens, top_k)`): Factors.
-        b_down (`torch.Tensor` of shape `(num_experts, rank, hidden_size)`, *optional*): Second factors of the adapter.
-
-    Returns:
-        `dy` `(num_rows, hidden_size)` in the dtype of `grad`; `dweights` `(num_tokens, top_k)` in fp32, zeros for
-        slots of no expert, or `None`; and `dyb` `(num_rows, rank)` in the dtype of `grad`, the gradient of `ya`, or
-        `None`.
-    """
-    if not _use_kernels(grad):
-        return combine_backward_reference(grad, y, routing, weights, b_down)
-    return launch_combine_backward(grad, y, routing, weights, b_down)
-
-
-def launch_combine_backward(grad, y, routing, weights, b_down):
-    """`combine_backward` through the kernel."""
-    from .row_kernels import combine_backward_kernel
-
-    _check(grad=grad, y=y, weights=weights, b_down=b_down)
-    width, ranks, blocks = grad.shape[1], _ranks("RANK", b_down), _rows(routing.num_rows)
-    dy = grad.new_empty(routing.num_rows, width)
-    dweights = None if y is None else torch.empty(weights.shape, dtype=torch.float32, device=grad.device)
-    dyb = None if b_down is None else grad.new_empty(routing.num_rows, ranks["RANK"])
-    if dy.numel():
-        with torch.cuda.device_of(grad):
-            combine_backward_kernel[(_parts(routing, blocks),)](
-                grad,
-                y,
-                routing.order,
-                routing.tiles(TILE_ROWS),
-                weights,
-                routing.offsets,
-                b_down,
-                dy,
-                dweights,
-                dyb,
-                routing.num_rows,
-                width,
-                routing.num_experts,
-                TOP_K=routing.top_k,
-                WITH_DWEIGHTS=y is not None,
-                **ranks,
-                **blocks,
-                BLOCK_N=_columns(64, grad.dtype, ranks["RANK"]),
-                num_warps=4,
-                num_stages=3,
-            )
-    return dy, dweights, dyb
 
 
 def add_product_(y: torch.Tensor, xa: torch.Tensor, b: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -38,10 +38,10 @@ def _clamp(gate: torch.Tensor, up: torch.Tensor, kind: str, limit: float) -> tup
 
 
 def gather_project_reference(
-    x: torch.Tensor, routing: Routing, a: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, routing: Routing, a: torch.Tensor | None, with_rows: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     xs = x[routing.token]
-    return xs, _project(xs, a, routing)
+    return xs if with_rows else None, _project(xs, a, routing)
 
 
 def gate_forward_reference(
@@ -66,6 +66,7 @@ def gate_backward_reference(
     dh: torch.Tensor,
     routing: Routing,
     kind: str,
+    weights: torch.Tensor,
     xa: torch.Tensor | None,
     b: torch.Tensor | None,
     dyb: torch.Tensor | None,
@@ -73,8 +74,7 @@ def gate_backward_reference(
     alpha: float,
     limit: float,
     with_h: bool,
-    weights: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     if b is not None:
         gu = gu + grouped_mm_reference(xa, b, routing.offsets)
     if a_down is not None:
@@ -84,11 +84,10 @@ def gate_backward_reference(
     exponent, slope = _exponent(gate, kind, alpha)
     squashed = exponent.sigmoid()
     active = gate * squashed
-    h, dweights = active * up, None
-    if weights is not None:
-        dweights = (_wide(_ours(dh, routing)) * _wide(_ours(h, routing))).sum(dim=1)[routing.place]
-        weight = _wide(weights).reshape(-1)[routing.order, None]
-        dh, h = (dh * weight).to(dh.dtype), (h * weight).to(h.dtype)
+    h = active * up
+    dweights = (_wide(_ours(dh, routing)) * _wide(_ours(h, routing))).sum(dim=1)[routing.place]
+    weight = _wide(weights).reshape(-1)[routing.order, None]
+    dh, h = (dh * weight).to(dh.dtype), (h * weight).to(h.dtype)
     d_gate = dh * up * (squashed + active * (1 - squashed) * slope)
     d_up = dh * active
     if kind == "gpt_oss":
@@ -112,22 +111,6 @@ def combine_reference(y: torch.Tensor, routing: Routing, weights: torch.Tensor |
         ours = routing.place < routing.offsets[-1]
         chosen = chosen * torch.where(ours, _wide(weights), 0)[..., None]
     return chosen.sum(dim=1).to(y.dtype)
-
-
-def combine_backward_reference(
-    grad: torch.Tensor,
-    y: torch.Tensor | None,
-    routing: Routing,
-    weights: torch.Tensor,
-    b_down: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    sorted_grad = _wide(grad)[routing.token]
-    dy = (sorted_grad * _wide(weights).reshape(-1)[routing.order, None]).to(grad.dtype)
-    dweights = None
-    if y is not None:
-        by_row = (sorted_grad * _wide(_ours(y, routing))).sum(dim=1)
-        dweights = by_row[routing.place]
-    return dy, dweights, _project(dy, b_down, routing)
 
 
 def add_product_reference_(y: torch.Tensor, xa: torch.Tensor, b: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -57,24 +57,17 @@ def measure(tokens: int, top_k: int, experts: int, hidden: int, inner: int, rank
     calls = {
         "gather": (lambda: rows.gather_project(x, routing), nbytes(x, y, order)),
         "gather_project": (lambda: rows.gather_project(x, routing, a), nbytes(x, y, order, a, xa)),
+        "project": (lambda: rows.project(x, routing, a), nbytes(x, order, a, xa)),
         "gate_forward, no LoRA": (lambda: rows.gate_forward(gu, routing, kind), nbytes(gu, h)),
         "gate_forward": (
             lambda: rows.gate_forward(gu, routing, kind, xa, b, a_down),
             nbytes(gu, h, xa, b, a_down, ha),
-        ),
-        "gate_backward": (
-            lambda: rows.gate_backward(gu, h, routing, kind, xa, b, ha, a_down),
-            nbytes(gu, gu, h, h, xa, xa, b, ha, a_down),
         ),
         "gate_backward_weighted": (
             lambda: rows.gate_backward_weighted(gu, h, routing, kind, weights, xa, b, ha, a_down),
             nbytes(gu, gu, h, h, xa, xa, b, ha, a_down, weights, weights, order),
         ),
         "combine": (lambda: rows.combine(y, routing, weights), nbytes(y, x, weights, routing.place)),
-        "combine_backward": (
-            lambda: rows.combine_backward(x, y, routing, weights, b_down),
-            nbytes(x, y, y, weights, weights, order, b_down, ha),
-        ),
         "add_product_": (lambda: rows.add_product_(y, ha, b_down, routing), nbytes(y, y, ha, b_down)),
         "sort_rows": (
             lambda: sort_rows(index, experts),

@@ -47,8 +47,7 @@ def naive_layer(x, index, weights, w_gate_up, w_down, a, b, a_down, b_down, kind
 
 
 @pytest.mark.parametrize("name", [*KINDS, "other-ranks", "no-gate-up-lora", "no-lora"])
-@pytest.mark.parametrize("weighted_gate", [False, True], ids=["combine-backward", "weighted-gate"])
-def test_a_layer_of_steps_is_the_layer_in_fp64(name, weighted_gate):
+def test_a_layer_of_steps_is_the_layer_in_fp64(name):
     i = to(draw(CASES[name], torch.float64), torch.float64)
     routing, kind, index, offsets = i["routing"], i["kind"], i["index"], i["routing"].offsets
     num_experts, hidden, inner = CASES[name][2], CASES[name][4], CASES[name][5]
@@ -62,27 +61,26 @@ def test_a_layer_of_steps_is_the_layer_in_fp64(name, weighted_gate):
     dx, dweights = torch.autograd.grad(expected, (x, weights), i["grad"])
     x, weights, a, b, a_down, b_down = (None if i[n] is None else i[n] for n in names)
 
+    def product(x, weight, xa, b):
+        y = grouped_mm_reference(x, weight, offsets)
+        y[offsets[-1] :] = float("nan")
+        return y if b is None else rows.add_product_(y, xa, b, routing)
+
     xs, xa = rows.gather_project(x, routing, a)
+    assert a is None or torch.equal(rows.project(x, routing, a), xa)
     gu = grouped_mm_reference(xs, w_gate_up.transpose(1, 2), offsets)
     h, ha = rows.gate_forward(gu, routing, kind, xa, b, a_down)
-    y = grouped_mm_reference(h, w_down.transpose(1, 2), offsets)
-    y[offsets[-1] :] = float("nan")
-    out = rows.combine(y, routing, weights, ha, b_down)
+    out = rows.combine(product(h, w_down.transpose(1, 2), ha, b_down), routing, weights)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
 
-    if weighted_gate:
-        ds, dyb = rows.gather_project(i["grad"], routing, b_down)
-        dh = grouped_mm_reference(ds, w_down, offsets)
-        dgu, again, dgub, found = rows.gate_backward_weighted(gu, dh, routing, kind, weights, xa, b, dyb, a_down)
-        h = h * weights.reshape(-1)[routing.order, None]
-    else:
-        dy, found, dyb = rows.combine_backward(i["grad"], y, routing, weights, b_down)
-        dh = grouped_mm_reference(dy, w_down, offsets)
-        dgu, again, dgub = rows.gate_backward(gu, dh, routing, kind, xa, b, dyb, a_down)
+    ds, dyb = rows.gather_project(i["grad"], routing, b_down)
+    dh = grouped_mm_reference(ds, w_down, offsets)
+    dgu, again, dgub, found = rows.gate_backward_weighted(gu, dh, routing, kind, weights, xa, b, dyb, a_down)
+    h = h * weights.reshape(-1)[routing.order, None]
     torch.testing.assert_close(found, dweights, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(again[: offsets[-1]], h[: offsets[-1]], rtol=1e-12, atol=1e-12)
-    dxs = grouped_mm_reference(dgu, w_gate_up, offsets)
-    torch.testing.assert_close(rows.combine(dxs, routing, None, dgub, a), dx, rtol=1e-9, atol=1e-9)
+    dxs = product(dgu, w_gate_up, dgub, a)
+    torch.testing.assert_close(rows.combine(dxs, routing), dx, rtol=1e-9, atol=1e-9)
     assert dx.norm() > 0 and dweights.norm() > 0
 
 
@@ -97,7 +95,6 @@ def test_on_the_cpu_sorting_is_route():
     [
         (lambda i: rows.gate_forward(i["gu"], i["routing"], "relu"), "kind is one of silu, gelu_tanh, gpt_oss"),
         (lambda i: rows.gate_forward(i["gu"], i["routing"], "silu", xa=i["xa"]), "xa and b come together"),
-        (lambda i: rows.combine(i["y"], i["routing"], ya=i["dyb"]), "ya and b come together"),
         (lambda i: rows.launch_gather_project(i["x"].t().contiguous().t(), i["routing"], None), "x has to be cont"),
         (
             lambda i: rows.launch_gather_project(i["x"], i["routing"], torch.zeros(5, 129, 50)),
@@ -131,7 +128,7 @@ def test_kernels_in_the_interpreter(interpreted, name):
     found = {key: ratios for key, ratios in interpreted["errors"].items() if key.split()[0] == name}
     assert len(found) == (2 if name in KINDS else 1)
     for key, ratios in found.items():
-        assert name == "no-tokens" or len(ratios) >= 4
+        assert name == "no-tokens" or len(ratios) >= 3
         assert {step: ratio for step, ratio in ratios.items() if not ratio <= 1} == {}, key
 
 
@@ -165,10 +162,10 @@ def record(monkeypatch, dtype, rank, kind):
     gu, h, y, weights = f(num_rows, 2 * inner), f(num_rows, inner), f(num_rows, hidden), f(num_tokens, top_k)
     factor = f(num_experts, rank, hidden)
     rows.launch_gather_project(by_token, routing, factor)
+    rows.launch_gather_project(by_token, routing, factor, with_rows=False)
     rows.launch_gate_forward(gu, routing, kind, *lora, down, 1.702, 7.0)
-    rows.launch_gate_backward(gu, h, routing, kind, *lora, by_rank, down, 1.702, 7.0, True, weights)
+    rows.launch_gate_backward(gu, h, routing, kind, weights, *lora, by_rank, down, 1.702, 7.0, True)
     rows.launch_combine(y, routing, weights)
-    rows.launch_combine_backward(by_token, y, routing, weights, factor)
     rows.launch_add_product_(y, by_rank, factor, routing)
     launch_sort_rows(i(num_tokens, top_k), num_experts, rows.TILE_ROWS, 128)
     return kernels
@@ -183,9 +180,9 @@ def record(monkeypatch, dtype, rank, kind):
 def test_kernels_compile_for(target, rank, kind, monkeypatch):
     pytest.importorskip("triton")
     kernels = record(monkeypatch, target.dtype, rank, kind)
-    assert len(kernels) == 8
+    assert len(kernels) == 7
     for name, (kernel, recorder) in kernels.items():
-        assert len(recorder.launches) == 1, name
-        _, args, kwargs = recorder.launches[0]
-        # far below the 64 KiB of the smallest, on whatever target the rank of 64 is compiled for
-        assert shared_memory(target, kernel, *args, **kwargs) <= min(t.shared for t in TARGETS), name
+        assert len(recorder.launches) == (2 if name == "gather_project_kernel" else 1), name  # without rows too
+        for _, args, kwargs in recorder.launches:
+            # far below the 64 KiB of the smallest, on whatever target the rank of 64 is compiled for
+            assert shared_memory(target, kernel, *args, **kwargs) <= min(t.shared for t in TARGETS), name
