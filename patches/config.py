@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 CheckpointPolicy = Literal["auto", "keep", "recompute", "offload"]
 MoeBackend = Literal["auto", "grouped_mm", "triton", "native_torch"]
 CompileLayers = Literal["auto", "on", "off"]
+CudaGraphs = Literal["auto", "on", "off"]
 AttentionBackend = Literal["auto", "flash_attention_2", "sdpa", "eager"]
 
 
@@ -47,6 +48,9 @@ class PatchConfig:
         compile_layers (`str`, *optional*, defaults to `"auto"`):
             Whether decoder layers are compiled, each class of them once. Outside of this package's trainers, which
             know how long a run is, `"auto"` is `"off"`.
+        cuda_graphs (`str`, *optional*, defaults to `"auto"`):
+            Whether the decoder's training forward and backward are captured in CUDA graphs. They need batches of few
+            shapes, as the collator of `SFTTrainer` makes them; `"auto"` is `"off"`.
     """
 
     attention_backend: AttentionBackend = "auto"
@@ -58,6 +62,7 @@ class PatchConfig:
     max_pinned_gb: float | None = None
     staging_buffers: int = 2
     compile_layers: CompileLayers = "auto"
+    cuda_graphs: CudaGraphs = "auto"
 
     def __post_init__(self):
         for name, choices in (
@@ -65,6 +70,7 @@ class PatchConfig:
             ("moe_backend", (*get_args(MoeBackend), None)),
             ("checkpoint_policy", get_args(CheckpointPolicy)),
             ("compile_layers", get_args(CompileLayers)),
+            ("cuda_graphs", get_args(CudaGraphs)),
         ):
             if getattr(self, name) not in choices:
                 value = getattr(self, name)

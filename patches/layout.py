@@ -228,6 +228,17 @@ class PackedLayout:
         other._derived = {}
         return other
 
+    def of_any_lengths(self) -> "PackedLayout":
+        """
+        A copy with a buffer of its own, into which those of other layouts of the same sizes are written later: for
+        kernels that read the boundaries from `cu_seqlens`. Its numbers on the host hold for all of them.
+        """
+        if self.parents is not None:
+            raise ValueError("the tables of segments with parents are numbers on the host, which differ by layout")
+        other = self._with_buffer(self._buffer.clone())
+        other.max_context, other.seqlens = self.max_seqlen, ()
+        return other
+
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_by_device": {}, "_derived": {}}
 

@@ -75,6 +75,7 @@ def apply_patches(
         ("moe", moe.apply),
         ("checkpointing", checkpointing.apply),
         ("compilation", compilation.apply),
+        ("cuda_graphs", compilation.apply_graphs),
     ):
         try:
             entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))

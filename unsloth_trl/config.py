@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import trl
 
-from .patches.config import AttentionBackend, CheckpointPolicy, CompileLayers, MoeBackend, PatchConfig
+from .patches.config import AttentionBackend, CheckpointPolicy, CompileLayers, CudaGraphs, MoeBackend, PatchConfig
 
 
 @dataclass
@@ -34,6 +34,8 @@ class PatchArguments:
         staging_buffers (`int`, *optional*, defaults to 2):
             See `PatchConfig`.
         compile_layers (`str`, *optional*, defaults to `"auto"`):
+            See `PatchConfig`.
+        cuda_graphs (`str`, *optional*, defaults to `"auto"`):
             See `PatchConfig`.
         strict (`bool`, *optional*, defaults to `False`):
             Raise instead of warning when the model's architecture is not verified.
@@ -72,6 +74,9 @@ class PatchArguments:
     )
     compile_layers: CompileLayers = field(
         default="auto", metadata={"help": "Compile decoder layers; 'auto' where the run is long enough to pay for it."}
+    )
+    cuda_graphs: CudaGraphs = field(
+        default="auto", metadata={"help": "Run the decoder's training forward and backward from CUDA graphs."}
     )
     strict: bool = field(
         default=False, metadata={"help": "Raise instead of warning when the architecture is not verified."}

@@ -78,6 +78,11 @@ def _choose(backend: str, query, value, layout, window, softcap, sinks, dropout)
         "flash_attention_2": functools.partial(flash_refusal, query, value, layout, window, softcap, sinks, dropout),
         "sdpa": functools.partial(sdpa_refusal, softcap, sinks),
     }
+    if layout.num_tokens and not layout.seqlens:  # of any lengths
+        reason = refusals["flash_attention_2"]() or (backend in ("sdpa", "eager") and f"attention_backend={backend!r}")
+        if reason:
+            raise RuntimeError(f"a captured row needs FlashAttention-2, which rules out {reason}")
+        return "flash_attention_2"
     if backend == "auto":
         return next((name for name, refusal in refusals.items() if refusal() is None), "eager")
     refused = refusals[backend]() if backend in refusals else None

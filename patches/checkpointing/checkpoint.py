@@ -87,7 +87,10 @@ class LayerCheckpoint:
             return function(*args, **_of_the_function(kwargs))
         function = plan.watched(function)
         if not plan.notch.offload:
-            return torch_checkpoint(function, *args, **(self.options | kwargs))
+            options = self.options | kwargs
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                options["preserve_rng_state"] = False  # a graph has no random state to read, and nothing that draws
+            return torch_checkpoint(function, *args, **options)
         with Offload(plan.offloader, action == "recompute", plan.refused):
             return torch_checkpoint(function, *args, **(self.options | kwargs))
 

@@ -1,15 +1,17 @@
-"""Puts compiled forwards on the decoder layers of a model."""
+"""Puts compiled forwards on the decoder layers of a model, and a captured one on the decoder."""
 
 import weakref
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..attention.patch import text_decoder
 from ..checkpointing.patch import current_plan, decoder_layers
 from ..checkpointing.tiles import TiledForward, TileSwitch
 from ..config import PatchConfig
 from ..quantization.experts import is_experts
 from ..report import PatchEntry
+from .graphs import GraphedDecoder, GraphsText, why_no_graphs
 from .layers import CHECKPOINTS_FORWARD, CompiledForward, EagerForward, LayerCompiler
 
 
@@ -61,6 +63,25 @@ def apply(model: PreTrainedModel, config: PatchConfig, backend: str = "inductor"
                 forward.take_off()
 
     return PatchEntry("compilation", (f"{len(layers)} layers",), CompilerText(compiler), undo=undo)
+
+
+def apply_graphs(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
+    """Run the decoder's training forward and backward from CUDA graphs; behind all patches that sit inside of it."""
+    if config.cuda_graphs != "on":
+        return PatchEntry("cuda_graphs", (), f"cuda_graphs={config.cuda_graphs!r}")
+    decoder = text_decoder(model)
+    if (reason := why_no_graphs(model, decoder)) is not None:
+        return PatchEntry("cuda_graphs", (), reason)
+    graphed = GraphedDecoder(decoder, current_plan(model))
+    decoder.forward = graphed
+
+    def undo(model: PreTrainedModel) -> None:
+        forward = text_decoder(model).__dict__.get("forward")
+        if isinstance(forward, GraphedDecoder):
+            forward.release()
+            forward.take_off()
+
+    return PatchEntry("cuda_graphs", ("decoder",), GraphsText(graphed), undo=undo)
 
 
 def _decoder_modules(model: PreTrainedModel) -> list[nn.Module]:

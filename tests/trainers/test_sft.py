@@ -403,6 +403,8 @@ def test_report_of_a_packed_run(tmp_path):
         "  not applied lora: the model has no LoRA on a linear layer",
         "  not applied moe: the model has no stacked experts",
         "  not applied checkpointing: gradient_checkpointing=False",
+        "  not applied compilation: compile_layers='auto'",
+        "  not applied cuda_graphs: cuda_graphs='auto'",
         "  applied     collator on data_collator: packed rows with their boundaries, labelled positions",
         "  applied     metrics on log: on the device until they are logged",
         "  applied     nan filter on training_step: on the device",

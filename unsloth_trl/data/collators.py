@@ -13,6 +13,25 @@ from ..patches.layout import PackedLayout
 IGNORE = -100
 
 
+STEP = 256  # tokens
+BOUNDARIES = 16
+LEAST_SEQLEN = 512
+FULL = 0.98  # of a batch's tokens, from which on it is padded to all of them
+
+
+def static_tokens(num_tokens: int, most: int, multiple: int) -> int:
+    """
+    Tokens that a batch is padded to, so that there are few shapes.
+
+    Args:
+        num_tokens (`int`): Its own tokens.
+        most (`int`): Of a full batch.
+        multiple (`int`): What the result is a multiple of.
+    """
+    target = most if FULL * most <= num_tokens <= most else -(-num_tokens // STEP) * STEP
+    return -(-target // multiple) * multiple
+
+
 def label_positions(labels: torch.Tensor) -> torch.Tensor:
     """
     Where a labelled next token is predicted.
@@ -42,15 +61,26 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
     Args:
         cached (`bool`, *optional*, defaults to `True`):
             `PackedLayout.cached` of the layouts; `False` also leaves out `label_positions`. For ablations.
+        static_length (`int`, *optional*):
+            Flattened batches come in few shapes: full ones of as many rows as there are examples, `static_length`
+            tokens each, others rounded up to a multiple of `STEP`; boundaries and the longest segment rounded up too.
     """
 
     cached: bool = True
+    static_length: int | None = None
 
     @classmethod
-    def from_trl(cls, collator: DataCollatorForLanguageModeling, cached: bool = True) -> "PackedDataCollator":
-        """A collator with the settings of TRL's."""
+    def from_trl(cls, collator: DataCollatorForLanguageModeling, **own: Any) -> "PackedDataCollator":
+        """A collator with the settings of TRL's, and `own` ones."""
         settings = {f.name: getattr(collator, f.name) for f in fields(DataCollatorForLanguageModeling)}
-        return cls(**settings, cached=cached)
+        return cls(**settings, **own)
+
+    def own_padding(self, layout: PackedLayout | None) -> int:
+        """Tokens of a batch that are there for its shape alone, and not for `pad_to_multiple_of`."""
+        if layout is None or self.static_length is None:
+            return 0
+        multiple, num_tokens = self.pad_to_multiple_of or 1, layout.num_tokens - layout.num_padding
+        return layout.num_tokens - -(-num_tokens // multiple) * multiple
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """
@@ -86,7 +116,14 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
         num_tokens = sum(row_lengths)
         multiple = self.pad_to_multiple_of or 1
         pad_to = -(-num_tokens // multiple) * multiple
-        layout = PackedLayout.from_rows(seq_lengths, row_lengths, pad_to=pad_to, cached=self.cached)
+        static = {}
+        if self.static_length is not None:
+            pad_to = static_tokens(num_tokens, len(examples) * self.static_length, multiple)
+            longest = int(max(pad_to - num_tokens, *map(max, seq_lengths)))
+            static["max_seqlen_multiple"] = max(LEAST_SEQLEN, 1 << (longest - 1).bit_length())
+            boundaries = sum(map(len, seq_lengths)) + 2
+            static["cu_seqlens_size"] = -(-boundaries // BOUNDARIES) * BOUNDARIES
+        layout = PackedLayout.from_rows(seq_lengths, row_lengths, pad_to=pad_to, cached=self.cached, **static)
         input_ids = np.full((1, pad_to), self.pad_token_id, dtype=np.int64)
         labels = np.full((1, pad_to), IGNORE, dtype=np.int64)
         start = 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from typing import Any
 
 import torch
 import trl
@@ -107,7 +108,10 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
         if refusal:
             skip = {"attention": refusal, "lm_head": refusal}
         else:
-            self.data_collator = PackedDataCollator.from_trl(self.data_collator, cached=config.packed_metadata)
+            static_length = self.args.max_length if config.cuda_graphs == "on" and self._packs else None
+            self.data_collator = PackedDataCollator.from_trl(
+                self.data_collator, cached=config.packed_metadata, static_length=static_length
+            )
             if not self._packs:
                 skip = {"attention": "no batch is packed, so the model keeps its own attention"}
         if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:
@@ -254,10 +258,16 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
             entropy=outputs.entropy.sum(),
             num_correct=outputs.is_top1.sum(),
             num_labels=num_labels,
-            num_tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel(),
+            num_tokens=self._num_tokens(inputs),
             aux_loss=outputs.aux_loss,
         )
         return loss
+
+    def _num_tokens(self, inputs: dict[str, Any]) -> torch.Tensor | int:
+        """What TRL counts as a batch's tokens."""
+        if "attention_mask" in inputs:
+            return inputs["attention_mask"].sum()
+        return inputs["input_ids"].numel() - self.data_collator.own_padding(inputs.get("packed_layout"))
 
     def training_step(self, model, *args, **kwargs):
         if not self._patched:

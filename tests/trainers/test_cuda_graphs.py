@@ -1,0 +1,315 @@
+"""`cuda_graphs="on"`: batches of few shapes, when a graph is used, and what goes the usual way.
+
+There is no GPU here: a stand-in for `torch.cuda.make_graphed_callables` repeats the recorded call on the same tensors,
+so that what a replay would not see (another layout, a changed adapter) shows as a wrong number.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import unsloth_trl
+from tests.numerics import assert_logs_close, assert_runs_close, make_trainer, masked_rows, run_sft
+from tests.tiny import tiny_model
+from unsloth_trl.data.collators import BOUNDARIES, PackedDataCollator, static_tokens
+from unsloth_trl.patches.attention import patch as attention
+from unsloth_trl.patches.compilation import graphs
+from unsloth_trl.patches.compilation import patch as compilation
+from unsloth_trl.patches.config import PatchConfig
+from unsloth_trl.patches.layout import PackedLayout
+from unsloth_trl.patches.registry import apply_patches, base_model
+
+
+PACKED = {
+    "packing": True,
+    "max_length": 24,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3,
+    "gradient_checkpointing": True,
+    "checkpoint_policy": "recompute",
+    "rows": masked_rows(24, seed=5),
+}
+
+
+class Replayed(torch.autograd.Function):
+    """Copies into the recorded inputs and returns what the recorded call gives for them, with its gradients."""
+
+    @staticmethod
+    def forward(ctx, module, sample, *inputs):
+        for static, new in zip(sample, inputs[: len(sample)], strict=True):
+            static.copy_(new)
+        with torch.enable_grad():
+            ctx.outputs = module.forward(*sample)
+        ctx.parameters = inputs[len(sample) :]
+        return tuple(output.detach() for output in ctx.outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        pairs = [(o, g) for o, g in zip(ctx.outputs, grads, strict=True) if o.requires_grad]
+        outputs, grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, ctx.parameters, grads, allow_unused=True)
+        return None, None, None, None, *found
+
+
+class Captures:
+    """Stands in for `make_graphed_callables`, and counts."""
+
+    def __init__(self):
+        self.number = self.replays = 0
+        self.error: Exception | None = None
+
+    def __call__(self, module, sample, allow_unused_input, pool):
+        assert allow_unused_input and not torch.is_autocast_cache_enabled() or not torch.is_autocast_enabled("cpu")
+        if self.error is not None:
+            raise self.error
+        module.forward(*sample)
+        self.number += 1
+        parameters = tuple(module.parameters())
+
+        def replay(*inputs):
+            self.replays += 1
+            return Replayed.apply(module, sample, *inputs, *parameters)
+
+        return replay
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    found = Captures()
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", found)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(compilation, "why_no_graphs", lambda model, decoder: None)
+    # FlashAttention's op, whose stand-in on the CPU reads `cu_seqlens` as the kernel does
+    refusal = attention.flash_refusal
+
+    def on_any_device(query, *rest):
+        return refusal(query.half(), *rest) if rest[-2] is not None or rest[-3] is not None else None
+
+    monkeypatch.setattr(attention, "flash_refusal", on_any_device)
+    return found
+
+
+def graphed(model) -> graphs.GraphedDecoder:
+    return attention.text_decoder(base_model(model)).__dict__["forward"]
+
+
+def entry(trainer) -> str:
+    return str(trainer.patch_report["cuda_graphs"].detail)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+def test_training_is_the_same(model_type, lora, captures):
+    on = run_sft(unsloth_trl, model_type, lora=lora, cuda_graphs="on", **PACKED)
+    off = run_sft(unsloth_trl, model_type, lora=lora, cuda_graphs="off", **PACKED)
+    assert captures.number >= 1 and captures.replays == graphed(on.trainer.model).replays >= 3
+    assert_runs_close(on, off, 2e-5)
+
+
+def test_accumulated_micro_batches(captures):
+    fields = PACKED | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    on = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="on", **fields)
+    off = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="off", **fields)
+    assert captures.replays >= 4
+    assert_runs_close(on, off, 2e-5)
+
+
+def test_compiled_layers_in_a_graph(captures, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compilation.LayerCompiler, "_compile_graph", lambda self, graph, inputs: graph)
+    on = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="on", compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, "llama", lora=True, **PACKED)
+    torch._dynamo.reset()
+    assert captures.replays >= 3
+    assert_runs_close(on, off, 2e-5)
+
+
+def test_batches_have_few_shapes():
+    rows = masked_rows(40, seed=7)
+    trainer = make_trainer(unsloth_trl, "llama", lora=True, **(PACKED | {"rows": rows, "max_length": 512}))
+    collator = PackedDataCollator.from_trl(trainer.data_collator, static_length=512)
+    examples = [{"input_ids": [9] * n, "seq_lengths": [n - 5, 5]} for n in (508, 510, 512, 400, 130)]
+    layouts = [collator([example])["packed_layout"] for example in examples]
+    assert [layout.num_tokens for layout in layouts] == [512, 512, 512, 512, 256]
+    assert [layout.num_padding for layout in layouts] == [4, 2, 0, 112, 126]
+    assert {layout.cu_seqlens.shape[0] for layout in layouts} == {BOUNDARIES}
+    assert {layout.max_seqlen for layout in layouts} == {512}
+    assert [collator.own_padding(layout) for layout in layouts] == [4, 2, 0, 112, 126]
+    batch = collator([examples[0]])
+    assert (batch["labels"][0, 508:] == -100).all() and (batch["label_positions"] < 508).all()
+
+
+@pytest.mark.parametrize(
+    "num_tokens, most, multiple, expected",
+    [
+        (4050, 4096, 1, 4096),
+        (4010, 4096, 1, 4096),
+        (3000, 4096, 1, 3072),
+        (4050, 4096, 64, 4096),
+        (5000, 4096, 1, 5120),
+    ],
+)
+def test_static_tokens(num_tokens, most, multiple, expected):
+    assert static_tokens(num_tokens, most, multiple) == expected
+
+
+def patched(model_type="llama", **config):
+    model = tiny_model(model_type).train()
+    apply_patches(model, PatchConfig(cuda_graphs="on", **config))
+    return model
+
+
+def batch(*seqlens, seed=0):
+    layout = PackedLayout(seqlens, cu_seqlens_size=8, max_seqlen_multiple=16)
+    ids = torch.randint(9, 30, (1, layout.num_tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "packed_layout": layout, "position_ids": layout.position_ids}
+
+
+def hidden(model, inputs):
+    return attention.text_decoder(model)(**inputs).last_hidden_state
+
+
+def test_each_replay_has_its_own_layout(captures):
+    model, reference = patched(), patched().eval()
+    for seed, lengths in enumerate([(5, 7), (5, 7), (5, 7), (3, 9), (4, 4, 4)]):
+        inputs = batch(*lengths, seed=seed)
+        found = hidden(model, inputs)
+        torch.testing.assert_close(found, hidden(reference, inputs), rtol=1e-5, atol=1e-6)
+        found.sum().backward()
+        assert "attention" in inputs["packed_layout"].reached
+    assert captures.number == 1 and captures.replays == 3
+
+
+def test_a_second_forward_before_the_backward_goes_the_usual_way(captures):
+    model = patched()
+    for _ in range(3):
+        hidden(model, batch(5, 7)).sum().backward()
+    assert captures.replays == 1
+    first, second = (hidden(model, batch(5, 7, seed=seed)) for seed in (1, 2))
+    assert captures.replays == 2 and graphed(model).others == 3
+    expected = [hidden(patched().eval(), batch(5, 7, seed=seed)) for seed in (1, 2)]
+    torch.testing.assert_close([first, second], expected, rtol=1e-5, atol=1e-6)
+    (first.sum() + second.sum()).backward()
+    del first, second
+    hidden(model, batch(5, 7))  # whose backward never comes
+    hidden(model, batch(5, 7))
+    assert captures.replays == 4
+
+
+def test_a_second_backward_after_another_replay_raises(captures):
+    model = patched()
+    for _ in range(2):
+        hidden(model, batch(5, 7)).sum().backward()
+    kept = hidden(model, batch(5, 7)).sum()
+    kept.backward(retain_graph=True)
+    hidden(model, batch(5, 7)).sum().backward()
+    with pytest.raises(RuntimeError, match="cuda_graphs='off'"):
+        kept.backward()
+
+
+def test_what_python_decides_on_is_captured_again(captures):
+    trainer = make_trainer(unsloth_trl, "llama", lora=True, cuda_graphs="on", **PACKED)
+    model = trainer.model.train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+    def run():
+        out = hidden(base_model(model), batch(5, 7))
+        if out.requires_grad:
+            out.sum().backward()
+        return out.detach().clone()
+
+    with_adapter = [run() for _ in range(4)][-1]
+    assert captures.number == 1
+    with model.disable_adapter():
+        without = [run() for _ in range(4)]
+    assert all(torch.equal(without[0], other) for other in without)
+    assert (without[0] - with_adapter).abs().max() > 1e-3
+    assert torch.equal(run(), with_adapter) and captures.replays >= 3
+
+
+@pytest.mark.parametrize("change", ["tree", "eval", "no_grad", "mask", "positions", "tensor"])
+def test_other_calls_go_the_usual_way(change, captures):
+    model = patched()
+    inputs = batch(5, 7)
+    if change == "tree":
+        inputs["packed_layout"] = layout = PackedLayout([5, 4, 3], [-1, 0, 0], cu_seqlens_size=8)
+        inputs["position_ids"] = layout.position_ids
+    if change == "eval":
+        model.eval()
+    if change == "mask":
+        del inputs["packed_layout"]
+    if change == "positions":
+        inputs["position_ids"] = inputs["position_ids"].clone()
+    if change == "tensor":
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    for _ in range(5):
+        with torch.set_grad_enabled(change != "no_grad"):
+            hidden(model, inputs)
+    assert captures.number == 0
+
+
+def test_what_cannot_be_captured_trains_uncaptured(captures, caplog):
+    captures.error = RuntimeError("operation not permitted when stream is capturing\nmore")
+    on = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="on", **PACKED)
+    captures.error = None
+    off = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="off", **PACKED)
+    assert_runs_close(on, off, 2e-5)
+    assert entry(on.trainer) == "given up (RuntimeError: operation not permitted when stream is capturing)"
+    assert "cuda_graphs='off'" in caplog.text
+
+
+def test_attention_that_knows_lengths_on_the_host_is_not_captured(captures):
+    """Its numbers would be those of the batch that was captured."""
+    on = run_sft(unsloth_trl, "gpt_oss", lora=True, cuda_graphs="on", **PACKED)
+    off = run_sft(unsloth_trl, "gpt_oss", lora=True, cuda_graphs="off", **PACKED)
+    assert captures.replays == 0 and "rules out attention sinks" in entry(on.trainer)
+    assert_runs_close(on, off, 2e-5)
+    named = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="on", attention_backend="sdpa", **PACKED)
+    assert captures.replays == 0 and "rules out attention_backend='sdpa'" in entry(named.trainer)
+
+
+def test_not_before_the_plan_is_made_and_not_with_offloaded_inputs(captures):
+    model = patched(checkpoint_policy="offload")
+    model.gradient_checkpointing_enable()
+    for _ in range(4):
+        hidden(model, batch(5, 7)).sum().backward()
+    assert captures.number == 0
+
+
+def test_removed_copied_and_pickled(captures):
+    model = patched()
+    for _ in range(3):
+        hidden(model, batch(5, 7)).sum().backward()
+    assert captures.number == 1
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert graphed(other).owner is attention.text_decoder(other) and graphed(other).num_graphs == 0
+        torch.testing.assert_close(hidden(other, batch(5, 7)), hidden(model, batch(5, 7)), rtol=1e-5, atol=1e-6)
+    report = apply_patches(model, PatchConfig())
+    assert not report["cuda_graphs"].applied and "forward" not in attention.text_decoder(model).__dict__
+
+
+def test_without_a_gpu_it_says_so():
+    trainer = make_trainer(unsloth_trl, "llama", lora=True, cuda_graphs="on", **PACKED)
+    assert not trainer.patch_report["cuda_graphs"].applied and entry(trainer) == "no CUDA device"
+
+
+def test_dropout_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = tiny_model("llama")
+    assert graphs.why_no_graphs(model, model.model) is None
+    model.config.attention_dropout = 0.1
+    assert graphs.why_no_graphs(model, model.model).startswith("attention dropout")
+
+
+def test_num_tokens_leaves_the_padding_for_the_shape_out(captures):
+    fields = PACKED | {"max_length": 30, "rows": masked_rows(9, seed=2)}
+    on = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="on", **fields)
+    off = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="off", **fields)
+    assert on.trainer.data_collator.static_length == 30 and off.trainer.data_collator.static_length is None
+    assert_logs_close(on.logs, off.logs, 1e-5)
