@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..quantization.experts import packed_weight
 from ..quantization.foresight import Foresight
-from ..quantization.op import NF4Weight
+from ..quantization.op import NF4Weight, dequantize_nf4
 from ..quantization.scratch import Scratch
 
 
@@ -131,8 +131,17 @@ def dense(
     weight = NF4Weight(
         tensor, *scales[:2], tuple(shape), dtype, blocksize, *scales[2:], nested_blocksize=nested_blocksize
     )
+    if is_capturing(tensor.device):
+        # a graph repeats what is launched now: neither what a buffer holds already, nor another stream
+        yield dequantize_nf4(weight, dtype=dtype)
+        return
     with scratch_of(number).use(weight, dtype, purpose, who) as buffer:
         yield buffer
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on this device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def scratch_of(number: int) -> Foresight:

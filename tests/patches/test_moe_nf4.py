@@ -238,3 +238,15 @@ def test_training_equals_that_of_the_dequantised_weights(config):
     )
     assert_runs_close(ours, expected, 1e-4)
     assert "in 4 bits" in ours.trainer.patch_report["moe"].modules[0]
+
+
+def test_what_a_graph_repeats_is_dequantised_each_time(monkeypatch):
+    """A buffer may hold a weight's numbers when a graph is captured, and another's when it is replayed."""
+    model = with_lora("qwen3_moe")
+    patch(model)
+    expected = step(model)
+    held = scratch(model)
+    calls = held._calls
+    monkeypatch.setattr(weights, "is_capturing", lambda device: True)
+    assert_same(step(model), expected)
+    assert held._calls == calls, "the buffers were asked"

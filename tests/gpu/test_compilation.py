@@ -1,0 +1,140 @@
+"""CUDA graphs and compiled layers on a GPU: the numbers of the plain run, batch after batch."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.patches.test_moe import experts_lora
+from tests.tiny import tiny_model
+from unsloth_trl.patches.attention.patch import text_decoder
+from unsloth_trl.patches.compilation.graphs import GraphedDecoder
+from unsloth_trl.patches.config import PatchConfig
+from unsloth_trl.patches.layout import PackedLayout
+from unsloth_trl.patches.quantization.experts import quantize_experts_
+from unsloth_trl.patches.registry import apply_patches, base_model
+
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [(100, 60, 96), (30, 200, 26), (90, 90, 76), (256,), (1, 254, 1), (128, 128)]
+
+
+def make(model_type, four_bits=False, **config):
+    sizes = {"moe_intermediate_size": 32} if model_type == "qwen3_moe" else {}
+    model = tiny_model(model_type, **sizes).to("cuda", torch.bfloat16)
+    if four_bits:
+        quantize_experts_(model)
+    lora = experts_lora(r=8) if model_type == "qwen3_moe" else LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(model, lora).train()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+    model.gradient_checkpointing_enable()
+    apply_patches(model, PatchConfig(checkpoint_policy="recompute", **config))
+    return model
+
+
+def batch(lengths, seed):
+    layout = PackedLayout(lengths, cu_seqlens_size=8, max_seqlen_multiple=256).to("cuda")
+    ids = torch.randint(9, 60, (1, layout.num_tokens), generator=torch.Generator().manual_seed(seed)).cuda()
+    return {"input_ids": ids, "packed_layout": layout, "position_ids": layout.position_ids}
+
+
+def run(model, lengths, seed):
+    """Hidden states and gradients of one micro-batch."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    inputs = batch(lengths, seed)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        hidden = text_decoder(base_model(model))(**inputs).last_hidden_state
+    weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed)).to(hidden)
+    hidden.backward(weight)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return hidden.detach().clone(), grads
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)).item()
+
+
+def compare(found, expected, tolerance):
+    assert distance(found[0], expected[0]) <= tolerance
+    assert found[1].keys() == expected[1].keys()
+    worst = max((distance(grad, expected[1][name]), name) for name, grad in found[1].items())
+    assert worst[0] <= tolerance, worst
+
+
+CASES = [("llama", False), ("gemma3_text", False), ("qwen3_moe", False), ("qwen3_moe", True)]
+
+
+@pytest.mark.parametrize("compile_layers", ["off", "on"])
+@pytest.mark.parametrize("model_type, four_bits", CASES)
+def test_replays_are_the_plain_run(model_type, four_bits, compile_layers):
+    if four_bits:
+        pytest.importorskip("bitsandbytes")
+    torch._dynamo.reset()
+    plain = make(model_type, four_bits)
+    graphed = make(model_type, four_bits, cuda_graphs="on", compile_layers=compile_layers)
+    for seed, lengths in enumerate(LENGTHS):
+        expected, found = run(plain, lengths, seed), run(graphed, lengths, seed)
+        # compiled layers round elsewhere; without them the kernels are the same, and a row's dq is summed by atomics
+        compare(found, expected, 2e-2 if compile_layers == "on" else 5e-3)
+        if compile_layers == "off":
+            assert torch.equal(found[0], expected[0]), "the forward has other bits"
+    decoder = text_decoder(base_model(graphed)).__dict__["forward"]
+    assert isinstance(decoder, GraphedDecoder) and decoder.failure is None, decoder.failure
+    assert decoder.replays == len(LENGTHS) - 2 and decoder.num_graphs == 1
+
+
+def test_an_optimizer_between_replays():
+    runs = {}
+    for cuda_graphs in ("off", "on"):
+        model = make("qwen3_moe", cuda_graphs=cuda_graphs)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        for seed, lengths in enumerate(LENGTHS):
+            run(model, lengths, seed)
+            optimizer.step()
+        runs[cuda_graphs] = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    start = {n: p.detach() for n, p in make("qwen3_moe").named_parameters() if p.requires_grad}
+    for name, expected in runs["off"].items():
+        moved = expected - start[name]
+        assert moved.norm() > 0 and distance(runs["on"][name] - start[name], moved) < 1e-2, name
+
+
+def test_memory_stays():
+    model = make("llama", cuda_graphs="on")
+    for seed in range(4):
+        run(model, LENGTHS[seed % 3], seed)
+    before = torch.cuda.memory_reserved()
+    for seed in range(20):
+        run(model, LENGTHS[seed % 3], seed)
+    assert torch.cuda.memory_reserved() == before
+
+
+def test_a_replay_asks_the_device_for_nothing():
+    model = make("qwen3_moe", cuda_graphs="on")
+    for seed in range(4):
+        run(model, LENGTHS[seed % 3], seed)
+    inputs = batch(LENGTHS[0], 9)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            text_decoder(base_model(model))(**inputs).last_hidden_state.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
+def test_compiled_layers_are_as_exact(model_type):
+    """The error against fp32 is at most one and a half times that of the plain run."""
+    torch._dynamo.reset()
+    truth = make(model_type, attention_backend="sdpa").float()
+    plain, compiled = (make(model_type, compile_layers=on) for on in ("off", "on"))
+    for seed, lengths in enumerate(LENGTHS[:3]):
+        with torch.no_grad():
+            expected = text_decoder(base_model(truth))(**batch(lengths, seed)).last_hidden_state
+        assert expected.dtype == torch.float32
+        allowed, found = (distance(run(model, lengths, seed)[0], expected) for model in (plain, compiled))
+        assert 0 < found <= 1.5 * allowed
