@@ -171,6 +171,7 @@ class GraphedDecoder(OwnForward[nn.Module]):
         self._graphs: dict[tuple, _Graph] = {}
         self._runs: dict[tuple, int] = {}
         self._pool: Any = None
+        self._parts: _Parts | None = None
 
     @property
     def num_graphs(self) -> int:
@@ -232,16 +233,13 @@ class GraphedDecoder(OwnForward[nn.Module]):
 
     def _state(self) -> tuple:
         """What Python decides on in a forward, and where the weights are."""
-        owner = self.owner
         plan = None if self._plan is None else self._plan()
-        device = next(owner.parameters()).device.type
+        parts = self._parts
+        if parts is None or parts.children != parts.look():
+            parts = self._parts = _Parts(self.owner)
+        device = self.owner.device.type
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        weights = tuple((p.data_ptr(), p.requires_grad) for p in owner.parameters())
-        adapters = tuple(
-            (layer._disable_adapters, tuple(layer.active_adapters), len(layer.merged_adapters))
-            for layer in _tuner_layers(owner)
-        )
-        return (autocast, hash(weights), hash(adapters), None if plan is None else plan.notch)
+        return (autocast, parts.weights(), parts.adapters(), None if plan is None else plan.notch)
 
     def give_up(self, error: Exception) -> None:
         """Capture nothing from here on, and say why."""
@@ -262,11 +260,39 @@ class GraphedDecoder(OwnForward[nn.Module]):
             torch.cuda.empty_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_graphs": {}, "_runs": {}, "_pool": None, "_plan": None}
+        return super().__getstate__() | {
+            "_graphs": {},
+            "_runs": {},
+            "_pool": None,
+            "_plan": None,
+            "_parts": None,
+        }
 
 
-def _tuner_layers(module: nn.Module) -> list[BaseTunerLayer]:
-    return [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
+class _Parts:
+    """A module's parts, looked up once: walking through it in each step would take longer than the step's launches."""
+
+    def __init__(self, module: nn.Module):
+        modules = list(module.modules())
+        self._children = [m._modules for m in modules if m._modules]
+        self._parameters = [m._parameters for m in modules if m._parameters]
+        self._tuners = [m for m in modules if isinstance(m, BaseTunerLayer)]
+        self.children = self.look()
+
+    def look(self) -> int:
+        """Another number where a module was put in, taken out or exchanged."""
+        return hash(tuple([id(child) for children in self._children for child in children.values()]))
+
+    def weights(self) -> int:
+        """Another number where a weight has moved, or is trained and was not."""
+        found = [p for parameters in self._parameters for p in parameters.values() if p is not None]
+        return hash(tuple([(p.data_ptr(), p.requires_grad) for p in found]))
+
+    def adapters(self) -> int:
+        """Another number where adapters were switched, turned off or merged."""
+        return hash(
+            tuple([(m._disable_adapters, tuple(m.active_adapters), len(m.merged_adapters)) for m in self._tuners])
+        )
 
 
 class GraphsText:

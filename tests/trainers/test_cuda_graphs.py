@@ -233,6 +233,31 @@ def test_what_python_decides_on_is_captured_again(captures):
     assert torch.equal(run(), with_adapter) and captures.replays >= 3
 
 
+def test_weights_that_move_are_captured_again(captures):
+    model, reference = patched(), patched().eval()
+    for _ in range(3):
+        hidden(model, batch(5, 7)).sum().backward()
+    assert captures.replays == 1
+
+    def double(m):
+        norm = m.model.layers[0].input_layernorm
+        norm.weight = torch.nn.Parameter(norm.weight.detach() * 2)
+
+    for change in (
+        double,
+        lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
+        lambda m: m.model.norm.weight.requires_grad_(False),
+    ):
+        before = captures.number
+        for other in (model, reference):
+            change(other)
+        for _ in range(4):
+            found = hidden(model, batch(5, 7))
+            torch.testing.assert_close(found, hidden(reference, batch(5, 7)), rtol=1e-5, atol=1e-6)
+            found.sum().backward()
+        assert captures.number == before + 1
+
+
 @pytest.mark.parametrize("change", ["tree", "eval", "no_grad", "mask", "positions", "tensor"])
 def test_other_calls_go_the_usual_way(change, captures):
     model = patched()
