@@ -8,7 +8,7 @@ CheckpointPolicy = Literal["auto", "keep", "recompute", "offload"]
 MoeBackend = Literal["auto", "grouped_mm", "triton", "native_torch"]
 CompileLayers = Literal["auto", "on", "off"]
 CudaGraphs = Literal["auto", "on", "off"]
-AttentionBackend = Literal["auto", "flash_attention_2", "sdpa", "eager"]
+AttentionBackend = Literal["auto", "flash_attention_2", "triton", "sdpa", "eager"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class PatchConfig:
     Args:
         attention_backend (`str`, *optional*, defaults to `"auto"`):
             Kernel for packed rows. `"auto"` takes `"flash_attention_2"` (torch's own, CUDA from sm_80, fp16 and bf16)
-            where it can do the job, then `"sdpa"` over segments, then `"eager"` (soft-capping, attention sinks). A
-            backend named here is used or the forward raises.
+            where it can do the job, then `"sdpa"` over segments, then `"eager"` (soft-capping, attention sinks).
+            `"triton"` is this package's kernel for all of that on CUDA, which `"auto"` does not take yet. A backend
+            named here is used or the forward raises.
         packed_metadata (`bool`, *optional*, defaults to `True`):
             Compute boundaries and labelled positions once per batch on the CPU. `False` derives them in every layer,
             as without this package: for ablations.

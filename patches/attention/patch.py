@@ -21,6 +21,7 @@ from ..config import PatchConfig
 from ..layout import PackedLayout
 from ..report import PatchEntry
 from .compiled import can_flash, flash_attn_by_layout, layout_of
+from .fused import fused_attention, fused_refusal
 from .op import MAX_HEAD_DIM, device_supports_flash, flash_attn_varlen
 from .reference import causal_mask, eager_attention
 from .segments import eager_attend, sdpa_attend, segment_attention
@@ -31,6 +32,7 @@ from .shared import flash_attn_shared, level_refusal
 NAMES = {
     "auto": "unsloth_trl",
     "flash_attention_2": "unsloth_trl_fa2",
+    "triton": "unsloth_trl_fused",
     "sdpa": "unsloth_trl_segments",
     "eager": "unsloth_trl_eager",
 }
@@ -78,14 +80,16 @@ def _choose(backend: str, query, value, layout, window, softcap, sinks, dropout)
         "flash_attention_2": functools.partial(flash_refusal, query, value, layout, window, softcap, sinks, dropout),
         "sdpa": functools.partial(sdpa_refusal, softcap, sinks),
     }
+    by_name = refusals | {"triton": functools.partial(fused_refusal, query, value, dropout)}
     if layout.num_tokens and not layout.seqlens:  # of any lengths
-        reason = refusals["flash_attention_2"]() or (backend in ("sdpa", "eager") and f"attention_backend={backend!r}")
+        named = backend not in ("auto", "flash_attention_2")
+        reason = refusals["flash_attention_2"]() or (named and f"attention_backend={backend!r}")
         if reason:
             raise RuntimeError(f"a captured row needs FlashAttention-2, which rules out {reason}")
         return "flash_attention_2"
     if backend == "auto":
         return next((name for name, refusal in refusals.items() if refusal() is None), "eager")
-    refused = refusals[backend]() if backend in refusals else None
+    refused = by_name[backend]() if backend in by_name else None
     if refused:
         raise ValueError(f"attention_backend={backend!r} cannot do {refused}; set attention_backend='auto'")
     return backend
@@ -125,6 +129,8 @@ def _packed_attention(
             out = flash_attn_shared(q, k, v, layout, scale=scale)
         case "flash_attention_2":
             out = flash_attn_varlen(q, k, v, layout, scale=scale, window=window)
+        case "triton":
+            out = fused_attention(q, k, v, layout, scale=scale, window=window, softcap=softcap, sinks=sinks)
         case "sdpa":
             attend = functools.partial(sdpa_attend, scale=scale, window=window, dropout=dropout)
             out = segment_attention(q, k, v, layout, attend)

@@ -395,7 +395,9 @@ def test_backends_give_the_same(backend):
 
 
 def test_unknown_backend_is_named():
-    message = "attention_backend='flash' is unknown; choose from 'auto', 'flash_attention_2', 'sdpa', 'eager'"
+    message = (
+        "attention_backend='flash' is unknown; choose from 'auto', 'flash_attention_2', 'triton', 'sdpa', 'eager'"
+    )
     with pytest.raises(ValueError, match=message):
         PatchConfig(attention_backend="flash")
 

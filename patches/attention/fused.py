@@ -1,0 +1,253 @@
+"""Attention over segments with parents in one Triton kernel: windows, soft-capping, sinks, unequal head sizes.
+
+The choice of blocks is a function of the card, the dtype and the head size; nothing is asked of the device.
+"""
+
+import functools
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from ..layout import PackedLayout
+from ..moe.rows import has_triton
+from .tables import build_tables
+
+
+MAX_SIZE = 512
+LARGEST_BEFORE_SM_80 = 256  # their 64 KiB of shared memory hold no more: Triton multiplies without tensor cores there
+Part = Literal["forward", "query", "key"]
+
+
+class Blocks(NamedTuple):
+    """Rows of queries and of keys that a program has at once, in one direction of the pass."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+def _pow2(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def blocks_for(shared: int, dtype: torch.dtype, size: int, part: Part) -> Blocks:
+    """
+    Args:
+        shared (`int`): Bytes of shared memory that a program may take.
+        dtype (`torch.dtype`): Of queries, keys and values.
+        size (`int`): The larger head size.
+        part (`str`): `"forward"`, or whose gradients: `"query"`, or `"key"` for keys and values, which hold the most.
+    """
+    width = _pow2(size)
+    if dtype == torch.float32:
+        return Blocks(16, 16, 4, 1) if width > 128 else Blocks(32, 32, 4, 1)
+    roomy, small = shared >= 160 * 1024, shared <= 64 * 1024
+    if width > 256:
+        return Blocks(16, 16, 4, 1)
+    if width > 128:
+        if part == "forward":
+            return Blocks(64, 64, 8, 2) if roomy else Blocks(32, 32, 4, 1)
+        return Blocks(16, 16, 4, 1) if small else Blocks(32, 32, 4, 1) if roomy else Blocks(16, 32, 4, 1)
+    if part == "forward":
+        if width <= 64:
+            return Blocks(128, 64, 4, 3 if roomy else 2)
+        return Blocks(128, 64, 8, 3) if roomy else Blocks(64, 32, 4, 2)
+    if small:
+        return Blocks(32, 32, 4, 1)
+    if part == "query":
+        return Blocks(128 if width <= 64 else 64, 64, 4, 2) if roomy else Blocks(64, 32, 4, 1)
+    return Blocks(64, 64, 4, 2) if roomy or width <= 64 else Blocks(32, 64, 4, 1)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take on `device`."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 64 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+
+
+def fused_refusal(query: torch.Tensor, value: torch.Tensor, dropout: float) -> str | None:
+    """Why the kernel cannot take this call, or `None` if it can. Head size is the last dimension."""
+    if query.device.type != "cuda":
+        return f"device {query.device}"
+    return refusal_on_cuda(query.device, query.dtype, max(query.shape[-1], value.shape[-1]), dropout)
+
+
+def refusal_on_cuda(device: torch.device, dtype: torch.dtype, size: int, dropout: float) -> str | None:
+    """`fused_refusal` for a card, a dtype and the larger head size."""
+    if not has_triton():
+        return "a machine without triton (pip install triton)"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {dtype}"
+    if dropout:
+        return f"attention dropout ({dropout})"
+    old = torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    largest = LARGEST_BEFORE_SM_80 if old else MAX_SIZE
+    if size > largest:
+        return f"head size {size} over {largest}" + (" on a card before sm_80" if old else "")
+    return None
+
+
+def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, int]:
+    size, v_size = query.shape[-1], value.shape[-1]
+    return {
+        "GROUP": query.shape[1] // key.shape[1],
+        "SIZE": size,
+        "V_SIZE": v_size,
+        "BLOCK_D": _pow2(size),
+        "BLOCK_DV": _pow2(v_size),
+    }
+
+
+def _launch(kernel, grid, *args, blocks: Blocks, **constants) -> None:
+    kernel[grid](
+        *args,
+        **constants,
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+
+
+def launch_forward(query, key, value, sinks, tiles, spans, scale, softcap, window, blocks):
+    """Output and log-sum-exp; tensors as in `fused_attention`, tables as in `Tables`."""
+    from . import fused_kernels
+
+    num_tokens, heads, _ = query.shape
+    out = query.new_empty(num_tokens, heads, value.shape[-1])
+    lse = torch.empty(heads, num_tokens, dtype=torch.float32, device=query.device)
+    _launch(
+        fused_kernels.attention_forward_kernel,
+        (tiles.shape[0], heads),
+        query,
+        key,
+        value,
+        sinks,
+        out,
+        lse,
+        tiles,
+        spans,
+        scale,
+        softcap or 0.0,
+        window,
+        num_tokens,
+        *(stride for x in (query, key, value, out) for stride in x.stride()[:2]),
+        blocks=blocks,
+        **_shape_of(query, key, value),
+        SOFTCAP=bool(softcap),
+        WINDOW=bool(window),
+    )
+    return out, lse
+
+
+def launch_backward(grad, query, key, value, out, lse, tables, scale, softcap, window, q_blocks, k_blocks):
+    """Gradients of query, key and value, and `<grad, out>` `(heads, num_tokens)`."""
+    from . import fused_kernels
+
+    num_tokens, heads, _ = query.shape
+    delta = (grad.float() * out.float()).sum(-1).t().contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    numbers = (scale, softcap or 0.0, window, num_tokens)
+    strides = [stride for x in (query, key, value, grad) for stride in x.stride()[:2]]
+    constants = {**_shape_of(query, key, value), "SOFTCAP": bool(softcap), "WINDOW": bool(window)}
+    given = (query, key, value, grad, lse, delta)
+    _launch(
+        fused_kernels.attention_backward_q_kernel,
+        (tables.q_tiles.shape[0], heads),
+        *given,
+        dq,
+        tables.d_tiles,
+        tables.q_spans,
+        *numbers,
+        *strides,
+        *dq.stride()[:2],
+        blocks=q_blocks,
+        **constants,
+    )
+    _launch(
+        fused_kernels.attention_backward_kv_kernel,
+        (tables.k_tiles.shape[0], key.shape[1]),
+        *given,
+        dk,
+        dv,
+        tables.k_tiles,
+        tables.k_spans,
+        *numbers,
+        *strides,
+        *dk.stride()[:2],
+        *dv.stride()[:2],
+        blocks=k_blocks,
+        **constants,
+    )
+    return dq, dk, dv, delta
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, layout, scale, window, softcap):
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        size = max(query.shape[-1], value.shape[-1])
+        shared = shared_memory(query.device)
+        forward, *backward = (blocks_for(shared, query.dtype, size, part) for part in get_args(Part))
+        rows = (forward.m, backward[0].m, backward[1].n)
+        tables = layout.derived(("fused", *rows), lambda found: build_tables(found, *rows))
+        out, lse = launch_forward(
+            query, key, value, sinks, tables.q_tiles, tables.q_spans, scale, softcap, window, forward
+        )
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.settings = (tables, scale, softcap, window, *backward)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        dq, dk, dv, delta = launch_backward(grad, query, key, value, out, lse, *ctx.settings)
+        d_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # a sink takes its share of the softmax and gives nothing for it
+            share = (sinks.float()[:, None] - lse).exp()
+            d_sinks = -(share * delta).sum(1).to(sinks.dtype)
+        return dq, dk, dv, d_sinks, None, None, None, None
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Attention of each segment to itself, causally, and to all of its ancestors, in one pass over the keys.
+
+    The online softmax is FlashAttention-2's (Dao 2023); blocks of keys that no query of a block sees are not visited.
+
+    Args:
+        query (`torch.Tensor` of shape `(num_tokens, num_heads, head_dim)`, fp32, fp16 or bf16): Queries.
+        key (`torch.Tensor` of shape `(num_tokens, num_kv_heads, head_dim)`): Keys; `num_kv_heads` divides `num_heads`.
+        value (`torch.Tensor` of shape `(num_tokens, num_kv_heads, v_head_dim)`): Values.
+        layout (`PackedLayout`): Segments, with parents or without, on the same device.
+        scale (`float`): Factor on the scores.
+        window (`int`, *optional*): Keys a query sees, itself included, counted in positions.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+        sinks (`torch.Tensor` of shape `(num_heads,)`, *optional*): A logit per head that takes part in the softmax and
+            has no value.
+
+    Returns:
+        `torch.Tensor` of shape `(num_tokens, num_heads, v_head_dim)`, in the dtype of `query`.
+
+    Raises:
+        ValueError: If the layout does not have this many tokens.
+    """
+    layout.check(query.shape[0])
+    return _Fused.apply(query, key, value, sinks, layout, scale, window or 0, softcap)

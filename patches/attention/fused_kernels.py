@@ -1,0 +1,305 @@
+"""Triton kernels of attention over segments with parents: one pass over the keys, and no mask in memory.
+
+A program has a block of rows of one segment, and walks through the spans that concern them: for queries the keys of
+their ancestors and of their own segment, for keys the queries of their own segment and of all descendants. Who sees
+whom follows from positions alone: a key is seen by queries at its position and after it, within the window.
+"""
+
+import triton
+import triton.language as tl
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+TILE = tl.constexpr(6)  # numbers of a tile: first row, end of segment, its start, its position, first and end span
+SPAN = tl.constexpr(3)  # numbers of a span: first row, end row, position of the first row
+
+
+@triton.jit
+def _load_tile(tiles):
+    at = tiles + tl.program_id(0) * TILE
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+
+
+@triton.jit
+def _load_rows(base, rows, live, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of a matrix, zeros for those that are not live and beyond its columns."""
+    cols = tl.arange(0, BLOCK)
+    mask = live[:, None] & (cols < SIZE)[None, :]
+    return tl.load(base + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(base, value, rows, live, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    mask = live[:, None] & (cols < SIZE)[None, :]
+    tl.store(base + rows.to(tl.int64)[:, None] * stride + cols[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _cap(scores, softcap):
+    """`softcap * tanh(scores / softcap)` and its derivative."""
+    squashed = 2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0
+    return softcap * squashed, 1.0 - squashed * squashed
+
+
+@triton.jit
+def _keys_of(k_start, k_end, k_pos, first_pos, last_pos, window, WINDOW: tl.constexpr):
+    """The rows of a span that queries at positions from `first_pos` to `last_pos` may see."""
+    end = tl.minimum(k_end, k_start + tl.maximum(last_pos - k_pos + 1, 0))
+    start = k_start
+    if WINDOW:
+        start = tl.minimum(k_start + tl.maximum(first_pos - window + 1 - k_pos, 0), k_end)
+    return start, end
+
+
+@triton.jit
+def _queries_of(q_start, q_end, q_pos, first_pos, last_pos, window, WINDOW: tl.constexpr):
+    """The rows of a span that may see keys at positions from `first_pos` to `last_pos`."""
+    start = tl.minimum(q_start + tl.maximum(first_pos - q_pos, 0), q_end)
+    end = q_end
+    if WINDOW:
+        end = tl.minimum(q_end, q_start + tl.maximum(last_pos + window - q_pos, 0))
+    return start, end
+
+
+@triton.jit
+def _seen(q_pos, k_pos, live, window, WINDOW: tl.constexpr):
+    seen = (k_pos <= q_pos) & live
+    if WINDOW:
+        seen &= q_pos - k_pos < window
+    return seen
+
+
+@triton.jit
+def attention_forward_kernel(
+    q,  # (num_tokens, heads, SIZE)
+    k,
+    v,
+    sinks,  # (heads,) or None
+    out,  # (num_tokens, heads, V_SIZE)
+    lse,  # (heads, num_tokens) fp32
+    tiles,
+    spans,
+    scale,
+    softcap,
+    window,
+    num_tokens,
+    stride_q,
+    stride_qh,
+    stride_k,
+    stride_kh,
+    stride_v,
+    stride_vh,
+    stride_o,
+    stride_oh,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Softmax over the keys of all spans of a block of queries, in one pass (FlashAttention-2, Dao 2023)."""
+    first, seg_end, seg_start, seg_pos, span, last_span = _load_tile(tiles)
+    head = tl.program_id(1).to(tl.int64)
+    kv_head = head // GROUP
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < seg_end
+    q_pos = seg_pos + rows - seg_start
+    first_pos = seg_pos + first - seg_start
+    last_pos = seg_pos + tl.minimum(first + BLOCK_M, seg_end) - 1 - seg_start
+    query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D)
+    k += kv_head * stride_kh
+    v += kv_head * stride_vh
+
+    if sinks is not None:
+        top = tl.zeros((BLOCK_M,), dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32) + 1.0
+    else:
+        top = tl.zeros((BLOCK_M,), dtype=tl.float32) - float("inf")
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
+    while span < last_span:
+        k_start, k_end = tl.load(spans + span * SPAN), tl.load(spans + span * SPAN + 1)
+        k_pos0 = tl.load(spans + span * SPAN + 2)
+        start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
+        for n in range(start, end, BLOCK_N):
+            cols = n + tl.arange(0, BLOCK_N)
+            inside = cols < end
+            key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            if SOFTCAP:
+                scores, _ = _cap(scores, softcap)
+            seen = _seen(q_pos[:, None], (k_pos0 + cols - k_start)[None, :], inside[None, :], window, WINDOW)
+            scores = tl.where(seen, scores * LOG2E, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            # a row that has seen nothing yet has no finite maximum
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            fade = tl.exp2(top - base)
+            total = total * fade + tl.sum(weights, 1)
+            value = _load_rows(v, cols, inside, stride_v, V_SIZE, BLOCK_DV)
+            acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+            top = higher
+        span += 1
+    _store_rows(out + head * stride_oh, acc / total[:, None], rows, live, stride_o, V_SIZE, BLOCK_DV)
+    tl.store(lse + head * num_tokens + rows, (top + tl.log2(total)) / LOG2E, mask=live)
+
+
+@triton.jit
+def attention_backward_q_kernel(
+    q,
+    k,
+    v,
+    grad,  # as out
+    lse,
+    delta,  # (heads, num_tokens) fp32: <grad, out>
+    dq,  # (num_tokens, heads, SIZE), contiguous
+    tiles,
+    spans,
+    scale,
+    softcap,
+    window,
+    num_tokens,
+    stride_q,
+    stride_qh,
+    stride_k,
+    stride_kh,
+    stride_v,
+    stride_vh,
+    stride_g,
+    stride_gh,
+    stride_dq,
+    stride_dqh,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The gradient of a block of queries, which walks as the forward does."""
+    first, seg_end, seg_start, seg_pos, span, last_span = _load_tile(tiles)
+    head = tl.program_id(1).to(tl.int64)
+    kv_head = head // GROUP
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < seg_end
+    q_pos = seg_pos + rows - seg_start
+    first_pos = seg_pos + first - seg_start
+    last_pos = seg_pos + tl.minimum(first + BLOCK_M, seg_end) - 1 - seg_start
+    query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D)
+    d_out = _load_rows(grad + head * stride_gh, rows, live, stride_g, V_SIZE, BLOCK_DV)
+    level = tl.load(lse + head * num_tokens + rows, mask=live, other=0.0) * LOG2E
+    inner = tl.load(delta + head * num_tokens + rows, mask=live, other=0.0)
+    k += kv_head * stride_kh
+    v += kv_head * stride_vh
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    while span < last_span:
+        k_start, k_end = tl.load(spans + span * SPAN), tl.load(spans + span * SPAN + 1)
+        k_pos0 = tl.load(spans + span * SPAN + 2)
+        start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
+        for n in range(start, end, BLOCK_N):
+            cols = n + tl.arange(0, BLOCK_N)
+            inside = cols < end
+            key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
+            value = _load_rows(v, cols, inside, stride_v, V_SIZE, BLOCK_DV)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            slope = 1.0
+            if SOFTCAP:
+                scores, slope = _cap(scores, softcap)
+            seen = _seen(q_pos[:, None], (k_pos0 + cols - k_start)[None, :], inside[None, :], window, WINDOW)
+            weights = tl.where(seen, tl.exp2(scores * LOG2E - level[:, None]), 0.0)
+            d_weights = tl.dot(d_out, tl.trans(value), input_precision="ieee")
+            d_scores = weights * (d_weights - inner[:, None]) * slope
+            acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision="ieee")
+        span += 1
+    _store_rows(dq + head * stride_dqh, acc * scale, rows, live, stride_dq, SIZE, BLOCK_D)
+
+
+@triton.jit
+def attention_backward_kv_kernel(
+    q,
+    k,
+    v,
+    grad,
+    lse,
+    delta,
+    dk,  # (num_tokens, kv_heads, SIZE), contiguous
+    dv,  # (num_tokens, kv_heads, V_SIZE), contiguous
+    tiles,
+    spans,
+    scale,
+    softcap,
+    window,
+    num_tokens,
+    stride_q,
+    stride_qh,
+    stride_k,
+    stride_kh,
+    stride_v,
+    stride_vh,
+    stride_g,
+    stride_gh,
+    stride_dk,
+    stride_dkh,
+    stride_dv,
+    stride_dvh,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """
+    The gradients of a block of `BLOCK_N` keys: sums over all queries of all heads that see them, in a fixed order.
+    """
+    first, seg_end, seg_start, seg_pos, first_span, last_span = _load_tile(tiles)
+    kv_head = tl.program_id(1).to(tl.int64)
+    cols = first + tl.arange(0, BLOCK_N)
+    live = cols < seg_end
+    k_pos = seg_pos + cols - seg_start
+    first_pos = seg_pos + first - seg_start
+    last_pos = seg_pos + tl.minimum(first + BLOCK_N, seg_end) - 1 - seg_start
+    key = _load_rows(k + kv_head * stride_kh, cols, live, stride_k, SIZE, BLOCK_D)
+    value = _load_rows(v + kv_head * stride_vh, cols, live, stride_v, V_SIZE, BLOCK_DV)
+    d_key = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    d_value = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        span = first_span
+        while span < last_span:
+            q_start, q_end = tl.load(spans + span * SPAN), tl.load(spans + span * SPAN + 1)
+            q_pos0 = tl.load(spans + span * SPAN + 2)
+            start, end = _queries_of(q_start, q_end, q_pos0, first_pos, last_pos, window, WINDOW)
+            for m in range(start, end, BLOCK_M):
+                rows = m + tl.arange(0, BLOCK_M)
+                inside = rows < end
+                query = _load_rows(q + head * stride_qh, rows, inside, stride_q, SIZE, BLOCK_D)
+                d_out = _load_rows(grad + head * stride_gh, rows, inside, stride_g, V_SIZE, BLOCK_DV)
+                level = tl.load(lse + head * num_tokens + rows, mask=inside, other=0.0) * LOG2E
+                inner = tl.load(delta + head * num_tokens + rows, mask=inside, other=0.0)
+                # scores with a row for each key
+                scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
+                slope = 1.0
+                if SOFTCAP:
+                    scores, slope = _cap(scores, softcap)
+                both = inside[None, :] & live[:, None]
+                seen = _seen((q_pos0 + rows - q_start)[None, :], k_pos[:, None], both, window, WINDOW)
+                weights = tl.where(seen, tl.exp2(scores * LOG2E - level[None, :]), 0.0)
+                d_value = tl.dot(weights.to(d_out.dtype), d_out, d_value, input_precision="ieee")
+                d_weights = tl.dot(value, tl.trans(d_out), input_precision="ieee")
+                d_scores = weights * (d_weights - inner[None, :]) * slope
+                d_key = tl.dot(d_scores.to(query.dtype), query, d_key, input_precision="ieee")
+            span += 1
+    _store_rows(dk + kv_head * stride_dkh, d_key * scale, cols, live, stride_dk, SIZE, BLOCK_D)
+    _store_rows(dv + kv_head * stride_dvh, d_value, cols, live, stride_dv, V_SIZE, BLOCK_DV)

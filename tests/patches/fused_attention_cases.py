@@ -1,0 +1,130 @@
+"""Inputs of the fused attention kernels, the truth in fp64, and the kernels themselves in Triton's interpreter.
+
+TRITON_INTERPRET=1 python -m tests.patches.fused_attention_cases
+"""
+
+import functools
+import json
+
+import torch
+
+from unsloth_trl.patches.attention import fused
+from unsloth_trl.patches.attention.segments import eager_attend, segment_attention
+from unsloth_trl.patches.attention.tables import build_tables
+from unsloth_trl.patches.layout import PackedLayout
+
+
+LAYOUTS = {
+    "one token": ([1], None),
+    "ragged": ([5, 1, 0, 19, 40], None),
+    "group": ([21, 9, 1, 17, 0, 6], [-1, 0, 0, 0, 0, 0]),
+    "two groups": ([7, 18, 5, 6, 3], [-1, -1, 0, 0, 1]),
+    "tree": ([6, 4, 17, 3, 5, 9, 2, 1], [-1, 0, 0, 1, 1, 2, 3, 6]),
+    "empty prompt": ([0, 8, 5], [-1, 0, 0]),
+}
+# heads, kv heads, head size, value size
+HEADS = {
+    "mha": (2, 2, 16, 16),
+    "gqa": (4, 2, 32, 32),
+    "odd": (2, 1, 24, 40),
+    "mla": (2, 2, 96, 64),
+}
+# window, softcap, sinks
+KINDS = {
+    "plain": (None, None, False),
+    "window 1": (1, None, False),
+    "window 7": (7, None, False),
+    "window beyond": (99, None, False),
+    "softcap": (None, 3.0, False),
+    "sinks": (None, None, True),
+    "all": (11, 2.0, True),
+}
+CASES = [
+    *((layout, "gqa", "all") for layout in LAYOUTS),
+    *(("tree", "gqa", kind) for kind in KINDS if kind != "all"),
+    *(("ragged", heads, "all") for heads in HEADS if heads != "gqa"),
+]
+BLOCKS = fused.Blocks(16, 16, 4, 1)
+
+
+def draw(layout, heads, kind, dtype, device="cpu"):
+    """Query, key, value, sinks and the gradient of the output in `dtype`; the layout; window and softcap."""
+    num_heads, kv_heads, size, v_size = HEADS[heads]
+    window, softcap, with_sinks = KINDS[kind]
+    layout = PackedLayout(*LAYOUTS[layout]).to(device)
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    tokens = layout.num_tokens
+    tensors = [
+        randn(tokens, num_heads, size),
+        randn(tokens, kv_heads, size),
+        randn(tokens, kv_heads, v_size),
+        randn(num_heads) if with_sinks else None,
+        randn(tokens, num_heads, v_size),
+    ]
+    return tensors, layout, window, softcap
+
+
+def eager(tensors, layout, window, softcap, dtype):
+    """Output and gradients by the eager path in `dtype`."""
+    query, key, value, sinks, grad = (None if t is None else t.detach().to(dtype) for t in tensors)
+    leaves = [t.requires_grad_() for t in (query, key, value, sinks) if t is not None]
+    attend = functools.partial(eager_attend, scale=0.3, window=window, softcap=softcap, sinks=sinks, dropout=0.0)
+    out = segment_attention(query, key, value, layout, attend)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def errors(found, expected):
+    """Relative; gradients that cancel are measured against a tenth of what is multiplied with them."""
+    pairs = zip(found, expected, strict=True)
+    return [((a.double() - e).norm() / e.norm().clamp(min=0.1 * e.numel() ** 0.5)).item() for a, e in pairs]
+
+
+def kernels(tensors, layout, window, softcap):
+    """Output and gradients by the kernels, whatever the device."""
+    query, key, value, sinks, grad = tensors
+    tables = build_tables(layout, BLOCKS.m, BLOCKS.m, BLOCKS.n)
+    settings = (0.3, softcap, window or 0)
+    out, lse = fused.launch_forward(query, key, value, sinks, tables.q_tiles, tables.q_spans, *settings, BLOCKS)
+    dq, dk, dv, delta = fused.launch_backward(grad, query, key, value, out, lse, tables, *settings, BLOCKS, BLOCKS)
+    found = [out, dq, dk, dv]
+    if sinks is not None:
+        found.append(-((sinks.float()[:, None] - lse).exp() * delta).sum(1))
+    return found
+
+
+def interpreted() -> dict[str, dict]:
+    from tests.targets import mend_interpreter
+
+    mend_interpreter()
+    results = {}
+    for case in CASES:
+        for dtype in (torch.float32, torch.float16)[: 2 if case[0] == "ragged" else 1]:
+            inputs = draw(*case, dtype)
+            truth = eager(*inputs, torch.float64)
+            results[f"{' / '.join(case)} {dtype}"] = {
+                "ours": errors(kernels(*inputs), truth),
+                "eager": errors(eager(*inputs, dtype), truth),
+            }
+    return results | {"through autograd": through_autograd()}
+
+
+def through_autograd() -> dict[str, list[float]]:
+    """`fused_attention` itself, with the blocks that it chooses."""
+    tensors, layout, window, softcap = draw("tree", "gqa", "all", torch.float32)
+    truth = eager(tensors, layout, window, softcap, torch.float64)
+    leaves = [t.requires_grad_() for t in tensors[:4]]
+    query, key, value, sinks = leaves
+    out = fused.fused_attention(query, key, value, layout, scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, tensors[4])]
+    return {
+        "ours": errors(found, truth),
+        "eager": errors(eager(tensors, layout, window, softcap, torch.float32), truth),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpreted()))

@@ -1,0 +1,152 @@
+"""The fused attention kernel: its tables by hand, its numbers in Triton's interpreter, its code for each GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from tests.patches.fused_attention_cases import CASES
+from tests.targets import TARGETS, Recorder, shared_memory
+from unsloth_trl.patches.attention import fused
+from unsloth_trl.patches.attention.tables import WIDTHS, Tables, build_tables
+from unsloth_trl.patches.layout import PackedLayout
+
+
+ROOT = Path(__file__).parents[2]
+FLOOR = {"float32": 4e-6, "float16": 1e-3}
+
+
+def test_tables_of_a_group():
+    """A prompt of five tokens with completions of three and none, blocks of four queries and of two keys."""
+    tables = build_tables(PackedLayout([5, 3, 0, 2], [-1, 0, 0, -1]), 4, 8, 2)
+    # the completion comes first: it has eight keys; the prompt has two blocks of queries
+    assert tables.q_tiles.tolist() == [[5, 8, 5, 5, 1, 3], [0, 5, 0, 0, 0, 1], [4, 5, 0, 0, 0, 1], [8, 10, 8, 0, 3, 4]]
+    assert tables.d_tiles.tolist() == [[5, 8, 5, 5, 1, 3], [0, 5, 0, 0, 0, 1], [8, 10, 8, 0, 3, 4]]
+    assert tables.q_spans.tolist() == [[0, 5, 0], [0, 5, 0], [5, 8, 5], [8, 10, 0]]
+    # the prompt's keys are seen by itself and by the completion
+    assert tables.k_tiles.tolist() == [
+        [0, 5, 0, 0, 0, 2],
+        [2, 5, 0, 0, 0, 2],
+        [4, 5, 0, 0, 0, 2],
+        [5, 8, 5, 5, 2, 3],
+        [7, 8, 5, 5, 2, 3],
+        [8, 10, 8, 0, 3, 4],
+    ]
+    assert tables.k_spans.tolist() == [[0, 5, 0], [5, 8, 5], [5, 8, 5], [8, 10, 0]]
+    assert all(table.dtype == torch.int32 for table in tables)
+
+
+def test_tables_of_a_chain():
+    """Every ancestor is a span of its own, with the position at which it begins."""
+    tables = build_tables(PackedLayout([2, 3, 4], [-1, 0, 1]), 16, 16, 16)
+    assert tables.q_tiles.tolist() == [[5, 9, 5, 5, 3, 6], [2, 5, 2, 2, 1, 3], [0, 2, 0, 0, 0, 1]]
+    assert tables.q_spans.tolist() == [[0, 2, 0], [0, 2, 0], [2, 5, 2], [0, 2, 0], [2, 5, 2], [5, 9, 5]]
+    assert tables.k_tiles.tolist() == [[0, 2, 0, 0, 0, 3], [2, 5, 2, 2, 3, 5], [5, 9, 5, 5, 5, 6]]
+
+
+def test_kernels_interpreted():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "tests.patches.fused_attention_cases"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) > len(CASES)
+    for case, found in results.items():
+        floor = FLOOR["float16" if "float16" in case else "float32"]
+        for ours, eager in zip(found["ours"], found["eager"], strict=True):
+            assert ours <= max(1.5 * eager, floor), (case, found)
+
+
+class Shape:
+    """A launch for a card that is not here: heads of one size, values of another."""
+
+    def __init__(self, size, v_size, dtype, shared, kind):
+        tokens, heads, kv_heads = 256, 8, 2
+        window, softcap, sinks = (64, 30.0, True) if kind == "all" else (0, None, False)
+
+        def empty(*shape, dtype=dtype):
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        self.query, self.key = empty(tokens, heads, size), empty(tokens, kv_heads, size)
+        self.value, self.grad = empty(tokens, kv_heads, v_size), empty(tokens, heads, v_size)
+        self.sinks = empty(heads) if sinks else None
+        self.tables = Tables(*(empty(4, width, dtype=torch.int32) for width in WIDTHS))
+        self.settings = (0.1, softcap, window)
+        self.blocks = [fused.blocks_for(shared, dtype, max(size, v_size), part) for part in get_args(fused.Part)]
+
+    def launch(self):
+        out, lse = fused.launch_forward(
+            self.query,
+            self.key,
+            self.value,
+            self.sinks,
+            self.tables.q_tiles,
+            self.tables.q_spans,
+            *self.settings,
+            self.blocks[0],
+        )
+        given = (self.grad, self.query, self.key, self.value, out, lse)
+        fused.launch_backward(*given, self.tables, *self.settings, *self.blocks[1:])
+
+
+SIZES = [(64, 64, "plain"), (128, 128, "all"), (256, 256, "all")]
+UNUSUAL = [(192, 128, "plain"), (512, 512, "plain")]
+TIGHT = ("sm_75", "sm_90", "gfx942")
+
+
+@pytest.mark.parametrize(
+    "target, size, v_size, kind",
+    [
+        (target, *size)
+        for target in TARGETS
+        for size in SIZES + UNUSUAL * (target.name in TIGHT)
+        if target.name != "sm_75" or size[0] <= fused.LARGEST_BEFORE_SM_80
+    ],
+    ids=str,
+)
+def test_kernels_compile(target, size, v_size, kind, monkeypatch):
+    pytest.importorskip("triton")
+    from unsloth_trl.patches.attention import fused_kernels
+
+    names = ("attention_forward_kernel", "attention_backward_q_kernel", "attention_backward_kv_kernel")
+    kernels = [getattr(fused_kernels, name) for name in names]
+    recorders = [Recorder() for _ in names]
+    for name, recorder in zip(names, recorders, strict=True):
+        monkeypatch.setattr(fused_kernels, name, recorder)
+    Shape(size, v_size, target.dtype, target.shared, kind).launch()
+    for kernel, recorder in zip(kernels, recorders, strict=True):
+        ((_, args, kwargs),) = recorder.launches
+        assert shared_memory(target, kernel, *args, **kwargs) <= target.shared, kernel.__name__
+
+
+def test_what_it_cannot_do_is_named(monkeypatch):
+    """B79-B82: a card or a size that a kernel is not for is refused by name, and not run wrong."""
+    query = torch.empty(1, 2, 3, 512, dtype=torch.float16)
+    assert fused.fused_refusal(query, query, 0.0) == "device cpu"
+    refused = {}
+    for capability in ((7, 5), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        refused[capability] = [
+            fused.refusal_on_cuda(torch.device("cuda"), dtype, size, dropout)
+            for dtype, size, dropout in [
+                (torch.float16, 512, 0.0),
+                (torch.float16, 256, 0.0),
+                (torch.float16, 520, 0.0),
+                (torch.float64, 64, 0.0),
+                (torch.float16, 64, 0.1),
+            ]
+        ]
+    assert refused[7, 5] == [
+        "head size 512 over 256 on a card before sm_80",
+        None,
+        "head size 520 over 256 on a card before sm_80",
+        "dtype torch.float64",
+        "attention dropout (0.1)",
+    ]
+    assert refused[9, 0][:3] == [None, None, "head size 520 over 512"]
