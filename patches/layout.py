@@ -102,6 +102,7 @@ class PackedLayout:
         self._buffer = self._build(size)
         self._by_device: dict[torch.device, PackedLayout] = {}
         self._derived: dict = {}
+        self.own_padding = 0  # tokens of the padding that a collator of this package added for the shape alone
         self.reached: set[str] = set()  # the ops that have read this layout, on whichever device
 
     def _build(self, size: int) -> torch.Tensor:

@@ -79,20 +79,19 @@ class LayerCheckpoint:
             )
         plan = self.plan
         if not torch.is_grad_enabled():
-            function = through_own_forward(function)
-            return function(*args, **_of_the_function(kwargs))
+            return _retried(through_own_forward(function), lambda run: run(*args, **_of_the_function(kwargs)))
         action = plan.layer(self.index, args)
         function = through_own_forward(function)
         if action == "keep":
-            return function(*args, **_of_the_function(kwargs))
-        function = plan.watched(function)
+            return _retried(function, lambda run: run(*args, **_of_the_function(kwargs)))
         if not plan.notch.offload:
             options = self.options | kwargs
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 options["preserve_rng_state"] = False  # a graph has no random state to read, and nothing that draws
-            return torch_checkpoint(function, *args, **options)
+            return _retried(function, lambda run: torch_checkpoint(plan.watched(run), *args, **options))
+        ran = plan.watched(function)
         with Offload(plan.offloader, action == "recompute", plan.refused):
-            return torch_checkpoint(function, *args, **(self.options | kwargs))
+            return torch_checkpoint(ran, *args, **(self.options | kwargs))
 
     def torch_checkpoint(self) -> Callable:
         """What transformers would have put in this place."""
@@ -100,6 +99,17 @@ class LayerCheckpoint:
 
 
 _TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+def _retried(function: Callable, call: Callable[[Callable], Any]) -> Any:
+    """`call(function)`, once more without the compiler if that fails: a checkpoint cannot go on in the middle."""
+    try:
+        return call(function)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        if not hasattr(function, "give_up"):
+            raise
+        function.give_up(error)
+        return call(function)
 
 
 def _of_the_function(kwargs: dict[str, Any]) -> dict[str, Any]:

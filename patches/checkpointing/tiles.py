@@ -198,6 +198,15 @@ class TileSwitch:
             if (module := reference()) is None:
                 continue
             if on:
-                module.forward = tiled
+                # one that was put on since stays
+                if "forward" not in module.__dict__ or module.__dict__["forward"] is tiled.inner:
+                    module.forward = tiled
             elif module.__dict__.get("forward") is tiled:
                 tiled.take_off()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"on": self.on, "_tiled": [(reference(), tiled) for reference, tiled in self._tiled]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.on = state["on"]
+        self._tiled = [(weakref.ref(module), tiled) for module, tiled in state["_tiled"] if module is not None]

@@ -5,8 +5,9 @@ runs no Python, so that everything that Python decides on (adapters, checkpoint 
 graph is looked up by, and what a graph cannot do goes the usual way.
 """
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..checkpointing.policy import Plan
 from ..layout import PackedLayout
 from ..owner import OwnForward
+from .layers import HookWatch
 
 
 logger = get_logger(__name__)
 
 RUNS_BEFORE = 2  # runs of a shape before it is captured: kernels are compiled and the plan has been made by then
-MOST_GRAPHS = 8
+MOST_GRAPHS = 8  # the one that was not used for longest goes first
+MOST_COUNTED = 256  # shapes that are waiting for their turn
+_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits", "use_cache")
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -55,46 +59,44 @@ class Call(NamedTuple):
 
 
 class _Token:
-    """Lives for as long as the backward of one replay can still come."""
+    """Lives for as long as the backward of a replay can still come."""
 
 
 class _Watched(torch.autograd.Function):
-    """The identity, whose context keeps a token alive until its backward, and knows the replay that it is of."""
+    """A copy of what a replay gives, whose context keeps a token alive until its backward."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, graph: "_Graph", token: _Token) -> torch.Tensor:
-        ctx.graph, ctx.number, ctx.token = graph, graph.number, token
-        return x.view_as(x)
+    def forward(ctx, x: torch.Tensor, token: _Token) -> torch.Tensor:
+        ctx.token = token
+        return x.clone()
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        if ctx.graph.number != ctx.number:
+        if ctx.token is None:
             raise RuntimeError(
-                "a second backward through a forward from a CUDA graph, which has run again since; set "
-                "cuda_graphs='off' to keep a graph with retain_graph=True"
+                "a second backward through a forward from a CUDA graph, whose activations are gone; set "
+                "cuda_graphs='off' for retain_graph=True"
             )
         ctx.token = None
-        return grad, None, None
+        return grad, None
 
 
 class _Callable(nn.Module):
     """What is captured: the forward of a decoder, as tensors in and tensors out, with the weights that are trained."""
 
-    def __init__(self, forward: Callable, call: Call, layout: PackedLayout, parameters: list[nn.Parameter]):
+    def __init__(self, decoder: "GraphedDecoder", call: Call, parameters: list[nn.Parameter]):
         super().__init__()
-        self._run, self._call, self._layout = forward, call, layout
+        self._decoder = weakref.ref(decoder)  # which has this
+        self._call, self.layout = call, call.layout.of_any_lengths()
         for i, parameter in enumerate(parameters):
             self.register_parameter(str(i), parameter)
         self.spec: Any = None
         self.others: list[Any] = []
 
     def forward(self, input_ids: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        device = input_ids.device.type
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        layout = self._layout  # its tensors are views of `buffer`
-        # the cache of autocast would keep casts of weights from one replay to the next
-        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
-            output = self._run(
+        layout = self.layout  # its tensors are views of `buffer`
+        with _without_cache(input_ids.device.type):
+            output = self._decoder().before(
                 input_ids=input_ids,
                 attention_mask=self._call.mask,
                 position_ids=layout.position_ids,
@@ -105,49 +107,47 @@ class _Callable(nn.Module):
         self.others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    def output(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def output(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The decoder's own output with these tensors in it."""
         tensors = iter(tensors)
         return tree_unflatten([next(tensors) if other is None else other[0] for other in self.others], self.spec)
 
 
+def _without_cache(device: str) -> torch.autocast:
+    """Autocast as it is, but for its cache, which would keep casts of weights from one replay to the next."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
 class _Graph:
-    """A captured shape, and the replay whose backward may still come."""
+    """A captured shape."""
 
     def __init__(self, decoder: "GraphedDecoder", call: Call, pool: Any):
-        owner = decoder.owner
-        parameters = [p for p in owner.parameters() if p.requires_grad]
-        layout = call.layout.of_any_lengths()
-        self.module = _Callable(decoder.before, call, layout, parameters)
-        self.sample = (call.input_ids.clone(), layout._buffer)
-        device = call.input_ids.device.type
-        with torch.autocast(
-            device,
-            dtype=torch.get_autocast_dtype(device),
-            cache_enabled=False,
-            enabled=torch.is_autocast_enabled(device),
-        ):
+        self.parameters = [p for p in decoder.owner.parameters() if p.requires_grad]
+        self.module = _Callable(decoder, call, self.parameters)
+        self.sample = (call.input_ids.clone(), self.module.layout._buffer)
+        with _without_cache(call.input_ids.device.type):
             self.graphed = torch.cuda.make_graphed_callables(
                 self.module, self.sample, allow_unused_input=True, pool=pool
             )
-        self.number = 0
-        self._pending: weakref.ref | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether the memory of the last replay is still needed for its backward."""
-        return self._pending is not None and self._pending() is not None
-
-    def __call__(self, call: Call) -> Any:
-        self.number += 1
-        tensors = list(self.graphed(call.input_ids, call.layout._buffer))
-        first = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), None)
-        if first is not None:
-            token = _Token()
-            self._pending = weakref.ref(token)
-            tensors[first] = _Watched.apply(tensors[first], self, token)
+    def __call__(self, call: Call, token: _Token) -> Any:
+        tensors = self.graphed(call.input_ids, call.layout._buffer)
+        node = next((tensor.grad_fn for tensor in tensors if tensor.requires_grad), None)
+        if node is not None:
+            node.register_hook(self._own_gradients)
         call.layout.reached.add("attention")  # by the kernels of the replay
-        return self.module.output(tuple(tensors))
+        # the next replay writes to the same memory
+        return self.module.output(
+            _Watched.apply(tensor, token) if tensor.requires_grad else tensor.clone() for tensor in tensors
+        )
+
+    def _own_gradients(self, grads: tuple, _) -> tuple:
+        """Copies for weights that have no gradient yet: autograd would keep the graph's own, and add to it later."""
+        inputs = len(self.sample)
+        taken = [i for i, p in enumerate(self.parameters, inputs) if p.grad is None and grads[i] is not None]
+        copies = dict(zip(taken, torch._foreach_mul([grads[i] for i in taken], 1), strict=True)) if taken else {}
+        return tuple(copies.get(i, grad) for i, grad in enumerate(grads))
 
 
 class GraphedDecoder(OwnForward[nn.Module]):
@@ -172,21 +172,30 @@ class GraphedDecoder(OwnForward[nn.Module]):
         self._runs: dict[tuple, int] = {}
         self._pool: Any = None
         self._parts: _Parts | None = None
+        self._pending: weakref.ref | None = None
+        self._notch: Any = None
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
+    @property
+    def busy(self) -> bool:
+        """Whether the backward of a replay is still to come: all graphs share their memory."""
+        return self._pending is not None and self._pending() is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.owner.training) or self.failure is not None:
             return self.before(*args, **kwargs)
         call = self._call_of(args, kwargs)
-        graph = None if call is None else self._graph_of(call)
-        if graph is None or graph.busy:
+        graph = None if call is None or self.busy else self._graph_of(call)
+        if graph is None:
             self.others += 1
             return self.before(*args, **kwargs)
         self.replays += 1
-        return graph(call)
+        token = _Token()
+        self._pending = weakref.ref(token)
+        return graph(call, token)
 
     def _call_of(self, args: tuple, kwargs: dict[str, Any]) -> Call | None:
         """The call that a graph is to do, or `None` where none can."""
@@ -207,39 +216,48 @@ class GraphedDecoder(OwnForward[nn.Module]):
         return Call(ids, layout, mask, rest)
 
     def _graph_of(self, call: Call) -> _Graph | None:
-        if not self._plan_is_settled(call.layout.num_tokens):
+        plan = None if self._plan is None else self._plan()
+        if plan is not None:
+            if plan.notch != self._notch:
+                if self._graphs:
+                    self.release()  # another plan wants the memory
+                self._notch = plan.notch
+            if plan.watch is not None or plan.notch.offload or 0 < plan.notch.tile < call.layout.num_tokens:
+                return None
+        if self._parts is None or self._parts.children != self._parts.look():
+            self._parts = _Parts(self.owner)
+        if self._parts.hooks.found():
             return None
-        key = (call.shape, *self._state())
+        state = self._state()
+        key = (call.shape, state)
         if key in self._graphs:
+            self._graphs[key] = self._graphs.pop(key)  # the last one used comes last
             return self._graphs[key]
-        self._runs[key] = self._runs.get(key, 0) + 1
-        if self._runs[key] <= RUNS_BEFORE or len(self._graphs) >= MOST_GRAPHS:
+        self._runs[key] = self._runs.pop(key, 0) + 1
+        while len(self._runs) > MOST_COUNTED:
+            self._runs.pop(next(iter(self._runs)))
+        if self._runs[key] <= RUNS_BEFORE or what_draws(self.owner) is not None:
             return None
+        # what was captured with weights that have moved since cannot be used again
+        self._graphs = {k: graph for k, graph in self._graphs.items() if k[1].weights == state.weights}
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs)))
         try:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
             self._graphs[key] = _Graph(self, call, self._pool)
-        except RuntimeError as error:  # torch's own for what cannot be captured, and for memory
+        except (RuntimeError, AssertionError) as error:  # torch's own for what cannot be captured, and for memory
             self.give_up(error)
             return None
         return self._graphs[key]
 
-    def _plan_is_settled(self, tokens: int) -> bool:
-        plan = None if self._plan is None else self._plan()
-        if plan is None:
-            return True
-        return plan.watch is None and not plan.notch.offload and not 0 < plan.notch.tile < tokens
-
-    def _state(self) -> tuple:
-        """What Python decides on in a forward, and where the weights are."""
-        plan = None if self._plan is None else self._plan()
-        parts = self._parts
-        if parts is None or parts.children != parts.look():
-            parts = self._parts = _Parts(self.owner)
-        device = self.owner.device.type
+    def _state(self) -> "_State":
+        owner, parts = self.owner, self._parts
+        device, config = owner.device.type, owner.config
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        return (autocast, parts.weights(), parts.adapters(), None if plan is None else plan.notch)
+        flags = tuple(getattr(config, name, None) for name in _FLAGS)
+        return _State(parts.weights(), parts.adapters(), autocast, flags)
 
     def give_up(self, error: Exception) -> None:
         """Capture nothing from here on, and say why."""
@@ -256,17 +274,27 @@ class GraphedDecoder(OwnForward[nn.Module]):
         self._graphs.clear()
         self._runs.clear()
         self._pool = None
+        gc.collect()  # torch's functions around a graph refer to themselves
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_graphs": {},
-            "_runs": {},
-            "_pool": None,
-            "_plan": None,
-            "_parts": None,
-        }
+        plan = None if self._plan is None else self._plan()
+        empty = {"_graphs": {}, "_runs": {}, "_pool": None, "_parts": None, "_pending": None, "_plan": plan}
+        return super().__getstate__() | empty
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plan = state["_plan"]
+        super().__setstate__(state | {"_plan": None if plan is None else weakref.ref(plan)})
+
+
+class _State(NamedTuple):
+    """What Python decides on in a forward, and where the weights are, each as a number that changes with it."""
+
+    weights: int
+    adapters: int
+    autocast: tuple
+    flags: tuple
 
 
 class _Parts:
@@ -274,9 +302,11 @@ class _Parts:
 
     def __init__(self, module: nn.Module):
         modules = list(module.modules())
+        self._inner = [m for m in modules if m is not module]  # alive, so that no other object has their id
         self._children = [m._modules for m in modules if m._modules]
-        self._parameters = [m._parameters for m in modules if m._parameters]
+        self._tensors = [d for m in modules for d in (m._parameters, m._buffers) if d]
         self._tuners = [m for m in modules if isinstance(m, BaseTunerLayer)]
+        self.hooks = HookWatch(module)
         self.children = self.look()
 
     def look(self) -> int:
@@ -284,15 +314,22 @@ class _Parts:
         return hash(tuple([id(child) for children in self._children for child in children.values()]))
 
     def weights(self) -> int:
-        """Another number where a weight has moved, or is trained and was not."""
-        found = [p for parameters in self._parameters for p in parameters.values() if p is not None]
-        return hash(tuple([(p.data_ptr(), p.requires_grad) for p in found]))
+        """Another number where a weight or a buffer has moved, or is trained and was not."""
+        found = [t for tensors in self._tensors for t in tensors.values() if t is not None]
+        return hash(tuple([(t.data_ptr(), t.requires_grad) for t in found]))
 
     def adapters(self) -> int:
-        """Another number where adapters were switched, turned off or merged."""
+        """Another number where adapters were switched, scaled, turned off or merged."""
         return hash(
-            tuple([(m._disable_adapters, tuple(m.active_adapters), len(m.merged_adapters)) for m in self._tuners])
+            tuple(
+                [(m._disable_adapters, *m.active_adapters, len(m.merged_adapters), *_scales(m)) for m in self._tuners]
+            )
         )
+
+
+def _scales(layer: BaseTunerLayer) -> Iterable[float]:
+    scaling = getattr(layer, "scaling", {})
+    return [value for value in scaling.values() if isinstance(value, (int, float))]
 
 
 class GraphsText:
@@ -311,15 +348,24 @@ class GraphsText:
         return f"{graphed.num_graphs} shapes captured; {graphed.replays} of {total} training forwards so far"
 
 
-def why_no_graphs(model: nn.Module, decoder: nn.Module) -> str | None:
+def what_draws(decoder: nn.Module) -> str | None:
+    """What of a decoder draws random numbers in training, or `None`: a checkpoint in a graph could not repeat them."""
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in decoder.modules()):
+        return "dropout"
+    for name in ("attention_dropout", "attention_dropout_prob", "router_jitter_noise", "input_jitter_noise"):
+        if getattr(decoder.config, name, None):
+            return f"{name}={getattr(decoder.config, name)}"
+    return None
+
+
+def why_no_graphs(decoder: nn.Module) -> str | None:
     """Why a decoder's training forward cannot be captured, or `None`."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if len({p.device for p in decoder.parameters()}) > 1:
         return "the model is on several devices"
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in decoder.modules()):
-        return "dropout, whose masks a checkpoint could not draw again inside of a graph"
-    text = model.config.get_text_config()
-    if getattr(text, "attention_dropout", 0.0) or getattr(text, "attention_dropout_prob", 0.0):
-        return "attention dropout, whose masks a checkpoint could not draw again inside of a graph"
+    if any(hasattr(m, "_hf_hook") for m in decoder.modules()):
+        return "a hook of accelerate's moves weights or activations"
+    if (what := what_draws(decoder)) is not None:
+        return f"{what}, whose masks a checkpoint could not draw again inside of a graph"
     return None

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import deprecation
 
 from ..attention.compiled import hold
+from ..attention.shared import level_refusal
 from ..checkpointing.policy import Plan
 from ..checkpointing.settings import tile_of
 from ..checkpointing.tiles import TileSwitch
@@ -87,9 +88,9 @@ class LayerCompiler:
         if tiled or any(isinstance(value, Cache) for value in kwargs.values()):
             return False
         layout = kwargs.get("packed_layout")
-        if layout is None:
-            return True
-        return layout.cached and not (self.windows and layout.parents is not None)
+        if layout is None or layout.parents is None:
+            return layout is None or layout.cached
+        return layout.cached and not self.windows and layout.derived("level_refusal", level_refusal) is None
 
     def _is_tiled(self, tokens: int) -> bool:
         plan = None if self._plan is None else self._plan()
@@ -102,13 +103,19 @@ class LayerCompiler:
         cause = getattr(error, "inner_exception", None) or error
         line = (str(cause).strip() or "no message").splitlines()[0][:300]
         self.failure = f"{type(cause).__name__}: {line}"
+        if self.tiles is not None:
+            self.tiles.set(True)
         logger.warning(
             f"Layers run uncompiled from here on, right but slower: compiling them failed ({self.failure}). Set "
             "compile_layers='off' to leave it out."
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_compiled": {}, "_plan": None, "tiles": None}
+        return vars(self) | {"_compiled": {}, "_plan": None if self._plan is None else self._plan()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plan = state["_plan"]
+        vars(self).update(state | {"_plan": None if plan is None else weakref.ref(plan)})
 
 
 class CompiledForward(OwnForward[nn.Module]):
@@ -123,6 +130,8 @@ class CompiledForward(OwnForward[nn.Module]):
     def __init__(self, layer: nn.Module, compiler: LayerCompiler):
         super().__init__(layer)
         self.compiler = compiler
+        self.decision: _Checkpointed | None = None
+        self._hooks: HookWatch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.owner
@@ -133,30 +142,90 @@ class CompiledForward(OwnForward[nn.Module]):
             forward = forward.__wrapped__
         return self.run(forward, args, kwargs)
 
-    def checkpointed(self, function: functools.partial) -> Callable:
-        """What a checkpoint is to run in the place of a class's forward with its layer and keywords."""
-        return functools.partial(self._run_later, function)
-
-    def _run_later(self, function: functools.partial, *args: Any, **kwargs: Any) -> Any:
-        return self.run(function.func, (*function.args[1:], *args), function.keywords | kwargs)
-
     def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A class's forward on this layer."""
-        layer, compiler = self.owner, self.compiler
+        layer, compiler, decision = self.owner, self.compiler, self.decision
         if not args and "hidden_states" in kwargs:
             args = (kwargs["hidden_states"],)
             kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        if not compiler.wants(args[0] if args else None, kwargs):
+        compiled = None if decision is None else decision.compiled
+        if compiled is None:
+            compiled = compiler.wants(args[0] if args else None, kwargs) and not self._is_hooked()
+        if decision is not None:
+            decision.compiled = compiled
+        if not compiled:
             return forward(layer, *args, **kwargs)
         inputs = kwargs
         if kwargs.get("packed_layout") is not None:
             inputs = kwargs | {"packed_layout": hold(kwargs["packed_layout"])}
+        _mark_tokens(args[0].shape[:2], (args, inputs))
         try:
-            _mark_tokens(args[0].shape[:2], (args, inputs))
             return compiler.compiled(forward)(layer, *args, **inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
+            if decision is not None:
+                raise  # what was saved until now is the checkpoint's, which begins again
             compiler.give_up(error)
             return forward(layer, *args, **kwargs)
+
+    def _is_hooked(self) -> bool:
+        # all layers share one graph, in which one layer's hooks would be all layers'
+        if self._hooks is None:
+            self._hooks = HookWatch(self.owner)
+        return self._hooks.found()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_hooks": None, "decision": None}
+
+
+class _Checkpointed:
+    """
+    A layer's forward under a checkpoint: compiled when it is recomputed if and only if it was the first time.
+
+    Args:
+        forward (`CompiledForward`): That of the layer.
+        function (`functools.partial`): Of the class's forward with its layer, or of the layer's `__call__`.
+    """
+
+    def __init__(self, forward: CompiledForward, function: functools.partial):
+        self.forward, self.function = forward, function
+        self.compiled: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward, function = self.forward, self.function
+        before, forward.decision = forward.decision, self
+        try:
+            if not inspect.isfunction(function.func):
+                return function(*args, **kwargs)
+            return forward.run(function.func, (*function.args[1:], *args), function.keywords | kwargs)
+        finally:
+            forward.decision = before
+
+    def give_up(self, error: Exception) -> None:
+        """The compiler has failed in this forward, which comes again."""
+        self.forward.compiler.give_up(error)
+        self.compiled = False
+
+
+class HookWatch:
+    """
+    Whether somebody's hooks are on the parts of a module, those of transformers that record outputs excepted.
+
+    Args:
+        module (`nn.Module`): The module; its own hooks are not asked for.
+    """
+
+    def __init__(self, module: nn.Module):
+        names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._hooks = [getattr(m, name) for m in module.modules() if m is not module for name in names]
+
+    def found(self) -> bool:
+        if not any(self._hooks):
+            return False
+        return any(not _records(hook) for hooks in self._hooks for hook in hooks.values())
+
+
+def _records(hook: Callable) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("transformers.")
 
 
 def _mark_tokens(sizes: torch.Size, inputs: Any) -> None:
@@ -177,9 +246,9 @@ class EagerForward(OwnForward[nn.Module]):
 
 
 def through_own_forward(function: Callable) -> Callable:
-    """What a checkpoint is to run: compiled, if `function` is a class's forward with a layer that is."""
-    if isinstance(function, functools.partial) and function.args and inspect.isfunction(function.func):
-        own = getattr(function.args[0], "__dict__", {}).get("forward")
-        if isinstance(own, CompiledForward):
-            return own.checkpointed(function)
-    return function
+    """What a checkpoint is to run: `function`, or what remembers how it ran if its layer can be compiled."""
+    if not isinstance(function, functools.partial):
+        return function
+    layer = function.args[0] if function.args else getattr(function.func, "__self__", None)
+    own = getattr(layer, "__dict__", {}).get("forward")
+    return _Checkpointed(own, function) if isinstance(own, CompiledForward) else function

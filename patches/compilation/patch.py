@@ -49,6 +49,11 @@ def apply(model: PreTrainedModel, config: PatchConfig, backend: str = "inductor"
     inside = [module for layer in layers for module in layer.modules()]
     tiles = TileSwitch([module for module in inside if isinstance(module.__dict__.get("forward"), TiledForward)])
     compiler = LayerCompiler(backend, plan, tiles, has_windows(model))
+    # what is there already (another package's hook, a device map's) is called with the layer, not compiled with it
+    taken = [layer for layer in layers if "forward" in layer.__dict__]
+    layers = [layer for layer in layers if "forward" not in layer.__dict__]
+    if not layers:
+        return PatchEntry("compilation", (), "the layers have a forward of their own already, a device map's for one")
     for layer in layers:
         for child in layer.children():
             if any(is_experts(module) for module in child.modules()):
@@ -62,7 +67,8 @@ def apply(model: PreTrainedModel, config: PatchConfig, backend: str = "inductor"
             if isinstance(forward := module.__dict__.get("forward"), (CompiledForward, EagerForward)):
                 forward.take_off()
 
-    return PatchEntry("compilation", (f"{len(layers)} layers",), CompilerText(compiler), undo=undo)
+    where = f"{len(layers)} layers" + (f", {len(taken)} others keep their own forward" if taken else "")
+    return PatchEntry("compilation", (where,), CompilerText(compiler), undo=undo)
 
 
 def apply_graphs(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
@@ -70,7 +76,7 @@ def apply_graphs(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     if config.cuda_graphs != "on":
         return PatchEntry("cuda_graphs", (), f"cuda_graphs={config.cuda_graphs!r}")
     decoder = text_decoder(model)
-    if (reason := why_no_graphs(model, decoder)) is not None:
+    if (reason := why_no_graphs(decoder)) is not None:
         return PatchEntry("cuda_graphs", (), reason)
     graphed = GraphedDecoder(decoder, current_plan(model))
     decoder.forward = graphed

@@ -13,6 +13,7 @@ from tests.tiny import ARCHITECTURES, tiny_model
 from tests.trainers.grpo_runs import run_ours
 from unsloth_trl.patches.attention import compiled, patch
 from unsloth_trl.patches.checkpointing import settings
+from unsloth_trl.patches.checkpointing.tiles import TiledForward
 from unsloth_trl.patches.compilation import layers
 from unsloth_trl.patches.compilation import patch as compilation
 from unsloth_trl.patches.config import PatchConfig
@@ -203,6 +204,79 @@ def test_a_compiler_that_fails_leaves_the_run_as_it_is(monkeypatch, caplog):
     assert_runs_close(on, off, 1e-6)
     assert "no C compiler here" in str(entry(on.trainer).detail)
     assert "compile_layers='off'" in caplog.text
+
+
+def logits(model, **kwargs):
+    return model(input_ids=torch.arange(9, 21)[None], use_cache=False, **kwargs).logits
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_on_a_part_of_one_layer(when, untranslated):
+    """One graph serves all layers: a layer with hooks inside runs as it is, and the others without them."""
+
+    def double(module, args, output):
+        return output * 2
+
+    found = []
+    for compile_layers in ("off", "on"):
+        model = tiny_model("llama")
+        apply_patches(model, PatchConfig(compile_layers=compile_layers))
+        if when == "after":
+            plain = logits(model)
+        model.model.layers[1].mlp.register_forward_hook(double)
+        found.append(logits(model))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    if when == "after":
+        assert (found[1] - plain).abs().max() > 1e-3
+
+
+def test_a_forward_that_is_there_already(untranslated):
+    model = tiny_model("llama")
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 3
+    expected = logits(model)
+    report = apply_patches(model, PatchConfig(compile_layers="on"))
+    assert report["compilation"].modules == ("1 layers, 1 others keep their own forward",)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_a_compiler_that_fails_later(failing, monkeypatch):
+    """Layers that ran compiled are recomputed compiled."""
+    calls = []
+    real = torch._dynamo.lookup_backend("aot_eager")
+
+    def lookup(name):
+        def compile_graph(graph, inputs, **kwargs):
+            calls.append(len(calls))
+            if len(calls) == failing:
+                raise FileNotFoundError("no space left")
+            return real(graph, inputs, **kwargs)
+
+        return compile_graph
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lookup)
+    on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
+    assert len(calls) == failing and "no space left" in str(entry(on.trainer).detail)
+    assert_runs_close(on, off, 2e-5)
+
+
+def tiled(model) -> int:
+    return sum(isinstance(m.__dict__.get("forward"), TiledForward) for m in layers_of(model)[0].modules())
+
+
+def test_tiles_come_back_where_nothing_is_compiled(untranslated):
+    models = [tiny_model("llama") for _ in range(2)]
+    for model, value in zip(models, ("off", "on"), strict=True):
+        apply_patches(model, PatchConfig(compile_layers=value))
+    expected = sum(isinstance(m.__dict__.get("forward"), TiledForward) for m in models[0].model.layers[0].modules())
+    copied = copy.deepcopy(models[1])
+    assert expected > 0 and tiled(models[1]) == tiled(copied) == 0
+    for model in (models[1], copied):
+        layers_of(model)[0].__dict__["forward"].compiler.give_up(RuntimeError("no compiler"))
+        assert tiled(model) == expected
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

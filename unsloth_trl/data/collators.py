@@ -75,13 +75,6 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
         settings = {f.name: getattr(collator, f.name) for f in fields(DataCollatorForLanguageModeling)}
         return cls(**settings, **own)
 
-    def own_padding(self, layout: PackedLayout | None) -> int:
-        """Tokens of a batch that are there for its shape alone, and not for `pad_to_multiple_of`."""
-        if layout is None or self.static_length is None:
-            return 0
-        multiple, num_tokens = self.pad_to_multiple_of or 1, layout.num_tokens - layout.num_padding
-        return layout.num_tokens - -(-num_tokens // multiple) * multiple
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """
         Args:
@@ -124,6 +117,7 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
             boundaries = sum(map(len, seq_lengths)) + 2
             static["cu_seqlens_size"] = -(-boundaries // BOUNDARIES) * BOUNDARIES
         layout = PackedLayout.from_rows(seq_lengths, row_lengths, pad_to=pad_to, cached=self.cached, **static)
+        layout.own_padding = pad_to - -(-num_tokens // multiple) * multiple
         input_ids = np.full((1, pad_to), self.pad_token_id, dtype=np.int64)
         labels = np.full((1, pad_to), IGNORE, dtype=np.int64)
         start = 0

@@ -125,7 +125,10 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
         self._refusal = self._why_not_shared()
         self._keeps_batches = self._why_batches_stay()
         config = PatchConfig.from_args(self.args)
-        skip = {"lm_head": "TRL's head, with its temperature and entropy"}
+        skip = {
+            "lm_head": "TRL's head, with its temperature and entropy",
+            "cuda_graphs": "the rows of every batch have other lengths",
+        }
         if self._refusal:
             skip["attention"] = f"the rows are TRL's: {self._refusal}"
         if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:

@@ -106,14 +106,16 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
         refusal = self._collator_refusal(data_collator)
         skip = {}
         if refusal:
-            skip = {"attention": refusal, "lm_head": refusal}
+            skip = {"attention": refusal, "lm_head": refusal, "cuda_graphs": refusal}
         else:
-            static_length = self.args.max_length if config.cuda_graphs == "on" and self._packs else None
+            if not self._packs or not config.packed_metadata or self.args.max_length is None:
+                skip["cuda_graphs"] = "batches of few shapes need packed rows, packed_metadata and a max_length"
+            static_length = self.args.max_length if config.cuda_graphs == "on" and not skip else None
             self.data_collator = PackedDataCollator.from_trl(
                 self.data_collator, cached=config.packed_metadata, static_length=static_length
             )
             if not self._packs:
-                skip = {"attention": "no batch is packed, so the model keeps its own attention"}
+                skip |= {"attention": "no batch is packed, so the model keeps its own attention"}
         if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:
             skip["checkpointing"] = reason
         config = settle_policy(config, self)
@@ -267,7 +269,8 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
         """What TRL counts as a batch's tokens."""
         if "attention_mask" in inputs:
             return inputs["attention_mask"].sum()
-        return inputs["input_ids"].numel() - self.data_collator.own_padding(inputs.get("packed_layout"))
+        layout = inputs.get("packed_layout")
+        return inputs["input_ids"].numel() - (0 if layout is None else layout.own_padding)
 
     def training_step(self, model, *args, **kwargs):
         if not self._patched:

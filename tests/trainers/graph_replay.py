@@ -1,0 +1,95 @@
+"""A stand-in for CUDA graphs on the CPU: the ops of a run are recorded and run again on the same memory, no Python."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps each op with its inputs and outputs; `replay` runs it again and writes to the same outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = {_storage(t) for t in _tensors((args, kwargs))}
+        outputs = _tensors(out)
+        fresh = [_storage(t) not in given for t in outputs]
+        if func._schema.is_mutable or any(fresh):  # not for views
+            self.ops.append((func, args, kwargs, outputs, fresh))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, outputs, fresh in self.ops:
+            for output, new, is_fresh in zip(outputs, _tensors(func(*args, **kwargs)), fresh, strict=True):
+                if is_fresh:
+                    output.detach().copy_(new)
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Captures:
+    """
+    Stands in for `torch.cuda.make_graphed_callables`: outputs and gradients are static memory, as they are there.
+
+    Attributes:
+        number, replays (`int`): Graphs that were captured, and forwards from one.
+        error (`Exception`, *optional*): Raised instead of capturing.
+    """
+
+    def __init__(self):
+        self.number = self.replays = 0
+        self.error: Exception | None = None
+
+    def __call__(self, module, sample, allow_unused_input, pool):
+        assert allow_unused_input
+        if self.error is not None:
+            raise self.error
+        parameters = tuple(module.parameters())
+        forward, backward = Recorder(), Recorder()
+        module.forward(*sample)
+        with forward:
+            outputs = module.forward(*sample)
+        needed = [output for output in outputs if output.requires_grad]
+        grads_out = [torch.zeros_like(output) for output in needed]
+        grads = [None] * len(parameters)
+        if needed:
+            with backward:
+                grads = torch.autograd.grad(needed, parameters, grads_out, allow_unused=True)
+        kinds = [output.requires_grad for output in outputs]
+        outputs = [output.detach() for output in outputs]
+        self.number += 1
+
+        class Graphed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *inputs):
+                for static, new in zip(sample, inputs, strict=False):
+                    static.copy_(new)
+                forward.replay()
+                found = tuple(output.detach() for output in outputs)
+                ctx.mark_non_differentiable(*(o for o, needs in zip(found, kinds, strict=True) if not needs))
+                return found
+
+            @staticmethod
+            @torch.autograd.function.once_differentiable
+            def backward(ctx, *given):
+                for static, new in zip(grads_out, (g for g, n in zip(given, kinds, strict=True) if n), strict=True):
+                    static.copy_(new)
+                backward.replay()
+                return (*[None] * len(sample), *(None if grad is None else grad.detach() for grad in grads))
+
+        def replay(*inputs):
+            self.replays += 1
+            return Graphed.apply(*inputs, *parameters)
+
+        return replay
