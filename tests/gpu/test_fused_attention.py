@@ -86,7 +86,7 @@ def test_asks_the_device_for_nothing():
 
 
 def test_offsets_beyond_31_bits():
-    """B80: a row whose queries have more than 2^31 numbers."""
+    """A row whose queries have more than 2^31 numbers."""
     tokens = 2**31 // (64 * 64) + 200
     layout = PackedLayout([tokens - 130, 130]).to("cuda")
     query = torch.zeros(tokens, 64, 64, device="cuda", dtype=torch.bfloat16)

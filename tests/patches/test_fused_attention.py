@@ -126,7 +126,7 @@ def test_kernels_compile(target, size, v_size, kind, monkeypatch):
 
 
 def test_what_it_cannot_do_is_named(monkeypatch):
-    """B79-B82: a card or a size that a kernel is not for is refused by name, and not run wrong."""
+    """A card or a size that the kernel is not for is refused by name, and not run wrong."""
     query = torch.empty(1, 2, 3, 512, dtype=torch.float16)
     assert fused.fused_refusal(query, query, 0.0) == "device cpu"
     refused = {}
