@@ -29,6 +29,17 @@ class PatchEntry:
         return self.undo is not None
 
 
+class LiveText:
+    """What an object says of itself when it is asked; keeps it not alive."""
+
+    def __init__(self, of: object):
+        self._of = weakref.ref(of)
+
+    def __str__(self) -> str:
+        of = self._of()
+        return "its model is gone" if of is None else str(of)
+
+
 class PatchReport:
     """
     The result of `apply_patches`: `print(report)` lists every patch; `remove()` restores the model exactly.

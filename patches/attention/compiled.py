@@ -10,8 +10,8 @@ from collections import OrderedDict
 import torch
 
 from ..layout import PackedLayout
-from .op import MAX_HEAD_DIM, device_supports_flash, pad_heads
-from .shared import build_cross_calls, level_refusal
+from .op import pad_heads, refusal_of_any_layout
+from .shared import batch_arguments
 
 
 # layouts of the latest batches: of those whose backward is still to come
@@ -49,14 +49,7 @@ def layout_of(handle: torch.Tensor) -> PackedLayout:
 
 def can_flash(query: torch.Tensor, value: torch.Tensor, softcap, sinks, dropout: float) -> bool:
     """Whether FlashAttention-2 can take such a call, whatever its layout; what a compiler may decide once."""
-    return (
-        softcap is None
-        and sinks is None
-        and not dropout
-        and max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and device_supports_flash(query.device)
-    )
+    return refusal_of_any_layout(query, value, softcap, sinks, dropout) is None
 
 
 def _arguments(handle: torch.Tensor, tokens: int, device: torch.device, window: int):
@@ -70,11 +63,7 @@ def _arguments(handle: torch.Tensor, tokens: int, device: torch.device, window: 
         return "flash_attn_varlen", (layout.cu_seqlens, layout.max_seqlen), (window,)
     if window and window < layout.max_context:
         raise ValueError(f"a window ({window}) that reaches into parent segments has no kernel in compiled layers yet")
-    refusal = layout.derived("level_refusal", level_refusal)
-    if refusal:
-        raise ValueError(f"packed_layout has {refusal}")
-    calls = layout.derived("cross_calls", build_cross_calls)
-    return "flash_attn_shared", (layout.cu_seqlens, layout.max_seqlen, calls.cu_seqlens, calls.table), ()
+    return "flash_attn_shared", batch_arguments(layout), ()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

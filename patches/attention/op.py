@@ -160,6 +160,25 @@ def device_supports_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def refusal_of_any_layout(
+    query: torch.Tensor, value: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None, dropout: float
+) -> str | None:
+    """Why FlashAttention-2 cannot take such a call, whatever its layout, or `None` if it can."""
+    if softcap is not None:
+        return f"soft-capping ({softcap})"
+    if sinks is not None:
+        return "attention sinks"
+    if dropout:
+        return f"attention dropout ({dropout})"
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
+        return f"head size {max(query.shape[-1], value.shape[-1])} over {MAX_HEAD_DIM}"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {query.dtype}"
+    if not device_supports_flash(query.device):
+        return f"device {query.device} (needs CUDA sm_80 or newer)"
+    return None
+
+
 def pad_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     The kernel wants one head size, a multiple of 8; zeros change neither the scores nor the other columns.

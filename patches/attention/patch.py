@@ -22,7 +22,7 @@ from ..layout import PackedLayout
 from ..report import PatchEntry
 from .compiled import can_flash, flash_attn_by_layout, layout_of
 from .fused import fused_attention, fused_refusal
-from .op import MAX_HEAD_DIM, device_supports_flash, flash_attn_varlen
+from .op import device_supports_flash, flash_attn_varlen, refusal_of_any_layout
 from .reference import causal_mask, eager_attention
 from .segments import eager_attend, sdpa_attend, segment_attention
 from .shared import flash_attn_shared, level_refusal
@@ -53,19 +53,7 @@ def flash_refusal(
             return f"a window ({window}) that reaches into parent segments"
         if (order := layout.derived("level_refusal", level_refusal)) is not None:
             return order
-    if softcap is not None:
-        return f"soft-capping ({softcap})"
-    if sinks is not None:
-        return "attention sinks"
-    if dropout:
-        return f"attention dropout ({dropout})"
-    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
-        return f"head size {max(query.shape[-1], value.shape[-1])} over {MAX_HEAD_DIM}"
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {query.dtype}"
-    if not device_supports_flash(query.device):
-        return f"device {query.device} (needs CUDA sm_80 or newer)"
-    return None
+    return refusal_of_any_layout(query, value, softcap, sinks, dropout)
 
 
 def sdpa_refusal(softcap: float | None, sinks: torch.Tensor | None) -> str | None:
@@ -180,22 +168,10 @@ def attention_forward(
     does, or as eager where sdpa cannot do soft-capping or sinks.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(packed_layout, torch.Tensor):  # the handle that a compiled layer has
-        return _attention_by_handle(
-            backend,
-            query,
-            key,
-            value,
-            packed_layout,
-            scale=scale,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-            dropout=dropout,
-            position_ids=kwargs.get("position_ids"),
-        ), None
     if packed_layout is not None:
-        out = _packed_attention(
+        # a compiled layer has a handle
+        attend = _attention_by_handle if isinstance(packed_layout, torch.Tensor) else _packed_attention
+        out = attend(
             backend,
             query,
             key,

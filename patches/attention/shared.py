@@ -285,6 +285,20 @@ def _backward(ctx, grad_out, grad_lse):
 _flash_attn_shared.register_autograd(_backward, setup_context=_setup_context)
 
 
+def batch_arguments(layout: PackedLayout) -> tuple[torch.Tensor, int, torch.Tensor, list[int]]:
+    """
+    What the op takes of a layout, between the values and the scale.
+
+    Raises:
+        ValueError: If its segments are in another order than the op's.
+    """
+    refusal = layout.derived("level_refusal", level_refusal)
+    if refusal:
+        raise ValueError(f"packed_layout has {refusal}")
+    calls = layout.derived("cross_calls", build_cross_calls)
+    return layout.cu_seqlens, layout.max_seqlen, calls.cu_seqlens, calls.table
+
+
 def flash_attn_shared(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, *, scale: float
 ) -> torch.Tensor:
@@ -306,13 +320,8 @@ def flash_attn_shared(
         ValueError: If the layout does not have this many tokens, or its segments are in another order.
     """
     layout.check(query.shape[0])
-    refusal = layout.derived("level_refusal", level_refusal)
-    if refusal:
-        raise ValueError(f"packed_layout has {refusal}")
-    calls = layout.derived("cross_calls", build_cross_calls)
+    batch = batch_arguments(layout)
     v_head_dim = value.shape[-1]
     query, key, value = pad_heads(query, key, value)
-    out, _ = torch.ops.unsloth_trl.flash_attn_shared(
-        query, key, value, layout.cu_seqlens, layout.max_seqlen, calls.cu_seqlens, calls.table, scale
-    )
+    out, _ = torch.ops.unsloth_trl.flash_attn_shared(query, key, value, *batch, scale)
     return out if out.shape[-1] == v_head_dim else out[..., :v_head_dim]

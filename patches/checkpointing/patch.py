@@ -1,7 +1,6 @@
 """Installs the checkpoint of each decoder layer, so that disabling and enabling checkpointing keeps it."""
 
 import warnings
-import weakref
 from typing import Any
 
 from torch import nn
@@ -10,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import PatchConfig
 from ..owner import Owned
-from ..report import PatchEntry
+from ..report import LiveText, PatchEntry
 from .checkpoint import LayerCheckpoint
 from .policy import Plan
 from .tiles import TiledForward, remove_tiles, tileable
@@ -69,17 +68,6 @@ def current_plan(model: PreTrainedModel) -> Plan | None:
     return enable.plan if isinstance(enable, EnableCheckpointing) else None
 
 
-class PlanText:
-    """What the plan says now; keeps no plan alive."""
-
-    def __init__(self, plan: Plan):
-        self._plan = weakref.ref(plan)
-
-    def __str__(self) -> str:
-        plan = self._plan()
-        return "its model is gone" if plan is None else str(plan)
-
-
 def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     """Give the model a plan, its layers a checkpoint that follows it, and what works by token a tiled forward."""
     layers = decoder_layers(model)
@@ -107,4 +95,4 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
             if isinstance(ours, LayerCheckpoint):
                 layer._gradient_checkpointing_func = ours.torch_checkpoint()
 
-    return PatchEntry("checkpointing", (f"{len(layers)} layers",), PlanText(plan), undo=undo)
+    return PatchEntry("checkpointing", (f"{len(layers)} layers",), LiveText(plan), undo=undo)

@@ -269,6 +269,12 @@ class GraphedDecoder(OwnForward[nn.Module]):
             "cuda_graphs='off' to leave it out."
         )
 
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return f"given up ({self.failure})"
+        total = self.replays + self.others
+        return f"{self.num_graphs} shapes captured; {self.replays} of {total} training forwards so far"
+
     def release(self) -> None:
         """Give the graphs' memory back."""
         self._graphs.clear()
@@ -330,22 +336,6 @@ class _Parts:
 def _scales(layer: BaseTunerLayer) -> Iterable[float]:
     scaling = getattr(layer, "scaling", {})
     return [value for value in scaling.values() if isinstance(value, (int, float))]
-
-
-class GraphsText:
-    """What the graphs have done so far; keeps none of them alive."""
-
-    def __init__(self, graphed: GraphedDecoder):
-        self._graphed = weakref.ref(graphed)
-
-    def __str__(self) -> str:
-        graphed = self._graphed()
-        if graphed is None:
-            return "its model is gone"
-        if graphed.failure is not None:
-            return f"given up ({graphed.failure})"
-        total = graphed.replays + graphed.others
-        return f"{graphed.num_graphs} shapes captured; {graphed.replays} of {total} training forwards so far"
 
 
 def what_draws(decoder: nn.Module) -> str | None:

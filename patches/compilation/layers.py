@@ -98,6 +98,11 @@ class LayerCompiler:
             return False
         return 0 < (plan.notch.tile if torch.is_grad_enabled() else tile_of(tokens)) < tokens
 
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return f"given up after {self.num_graphs} graphs ({self.failure})"
+        return f"one by one, each class once; {self.num_graphs} graphs compiled so far"
+
     def give_up(self, error: Exception) -> None:
         """Run everything as it is from here on, and say why."""
         cause = getattr(error, "inner_exception", None) or error

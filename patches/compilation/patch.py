@@ -1,7 +1,5 @@
 """Puts compiled forwards on the decoder layers of a model, and a captured one on the decoder."""
 
-import weakref
-
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -10,24 +8,9 @@ from ..checkpointing.patch import current_plan, decoder_layers
 from ..checkpointing.tiles import TiledForward, TileSwitch
 from ..config import PatchConfig
 from ..quantization.experts import is_experts
-from ..report import PatchEntry
-from .graphs import GraphedDecoder, GraphsText, why_no_graphs
+from ..report import LiveText, PatchEntry
+from .graphs import GraphedDecoder, why_no_graphs
 from .layers import CHECKPOINTS_FORWARD, CompiledForward, EagerForward, LayerCompiler
-
-
-class CompilerText:
-    """What has been compiled so far; keeps no compiler alive."""
-
-    def __init__(self, compiler: LayerCompiler):
-        self._compiler = weakref.ref(compiler)
-
-    def __str__(self) -> str:
-        compiler = self._compiler()
-        if compiler is None:
-            return "its model is gone"
-        if compiler.failure is not None:
-            return f"given up after {compiler.num_graphs} graphs ({compiler.failure})"
-        return f"one by one, each class once; {compiler.num_graphs} graphs compiled so far"
 
 
 def has_windows(model: PreTrainedModel) -> bool:
@@ -46,8 +29,9 @@ def apply(model: PreTrainedModel, config: PatchConfig, backend: str = "inductor"
     plan = current_plan(model)
     if plan is None and CHECKPOINTS_FORWARD and any(layer.gradient_checkpointing for layer in layers):
         return PatchEntry("compilation", (), "the layers have another checkpoint than this package's")
-    inside = [module for layer in layers for module in layer.modules()]
-    tiles = TileSwitch([module for module in inside if isinstance(module.__dict__.get("forward"), TiledForward)])
+    tiles = TileSwitch(
+        [module for module in _decoder_modules(model) if isinstance(module.__dict__.get("forward"), TiledForward)]
+    )
     compiler = LayerCompiler(backend, plan, tiles, has_windows(model))
     # what is there already (another package's hook, a device map's) is called with the layer, not compiled with it
     taken = [layer for layer in layers if "forward" in layer.__dict__]
@@ -68,7 +52,7 @@ def apply(model: PreTrainedModel, config: PatchConfig, backend: str = "inductor"
                 forward.take_off()
 
     where = f"{len(layers)} layers" + (f", {len(taken)} others keep their own forward" if taken else "")
-    return PatchEntry("compilation", (where,), CompilerText(compiler), undo=undo)
+    return PatchEntry("compilation", (where,), LiveText(compiler), undo=undo)
 
 
 def apply_graphs(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
@@ -87,7 +71,7 @@ def apply_graphs(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
             forward.release()
             forward.take_off()
 
-    return PatchEntry("cuda_graphs", ("decoder",), GraphsText(graphed), undo=undo)
+    return PatchEntry("cuda_graphs", ("decoder",), LiveText(graphed), undo=undo)
 
 
 def _decoder_modules(model: PreTrainedModel) -> list[nn.Module]:

@@ -89,10 +89,10 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     layers = [layer for layer in plain if not _has_dropout(layer) and getattr(layer, "cast_input_dtype_enabled", True)]
     if not layers:
         return PatchEntry("lora", (), "LoRA dropout draws its mask on the cast input; set lora_dropout=0")
+    # to a compiler, a forward of a layer's own is other code in each layer; it fuses PEFT's itself
+    compiled = config.compile_layers == "on"
     for layer in layers:
         layer._cast_input_dtype = cast_input
-        # to a compiler, a forward of a layer's own is other code in each layer; it fuses PEFT's itself
-        compiled = config.compile_layers == "on"
         if _adds_its_product(layer) and "forward" not in layer.__dict__ and not compiled:
             layer.forward = PlainLoraForward(layer)
 

@@ -108,7 +108,7 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
         ]
         num_tokens = sum(row_lengths)
         multiple = self.pad_to_multiple_of or 1
-        pad_to = -(-num_tokens // multiple) * multiple
+        pad_to = asked = -(-num_tokens // multiple) * multiple
         static = {}
         if self.static_length is not None:
             pad_to = static_tokens(num_tokens, len(examples) * self.static_length, multiple)
@@ -117,7 +117,7 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
             boundaries = sum(map(len, seq_lengths)) + 2
             static["cu_seqlens_size"] = -(-boundaries // BOUNDARIES) * BOUNDARIES
         layout = PackedLayout.from_rows(seq_lengths, row_lengths, pad_to=pad_to, cached=self.cached, **static)
-        layout.own_padding = pad_to - -(-num_tokens // multiple) * multiple
+        layout.own_padding = pad_to - asked
         input_ids = np.full((1, pad_to), self.pad_token_id, dtype=np.int64)
         labels = np.full((1, pad_to), IGNORE, dtype=np.int64)
         start = 0
