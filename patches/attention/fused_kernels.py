@@ -15,9 +15,20 @@ SPAN = tl.constexpr(3)  # numbers of a span: first row, end row, position of the
 
 
 @triton.jit
-def _load_tile(tiles):
+def _open_block(tiles, BLOCK: tl.constexpr):
+    """A program's rows, which of them are live, their positions, the first and the last of these, and its spans."""
     at = tiles + tl.program_id(0) * TILE
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    first, seg_end = tl.load(at), tl.load(at + 1)
+    to_pos = tl.load(at + 3) - tl.load(at + 2)
+    rows = first + tl.arange(0, BLOCK)
+    last = tl.minimum(first + BLOCK, seg_end) - 1
+    return rows, rows < seg_end, rows + to_pos, first + to_pos, last + to_pos, tl.load(at + 4), tl.load(at + 5)
+
+
+@triton.jit
+def _load_span(spans, span):
+    at = spans + span * SPAN
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
@@ -40,6 +51,16 @@ def _cap(scores, softcap):
     """`softcap * tanh(scores / softcap)` and its derivative."""
     squashed = 2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0
     return softcap * squashed, 1.0 - squashed * squashed
+
+
+@triton.jit
+def _scores(left, right, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores of the rows of `left` with those of `right`, capped, and the derivative of the cap."""
+    scores = tl.dot(left, tl.trans(right), input_precision="ieee") * scale
+    slope = 1.0
+    if SOFTCAP:
+        scores, slope = _cap(scores, softcap)
+    return scores, slope
 
 
 @triton.jit
@@ -103,14 +124,9 @@ def attention_forward_kernel(
     WINDOW: tl.constexpr,
 ):
     """Softmax over the keys of all spans of a block of queries, in one pass (FlashAttention-2, Dao 2023)."""
-    first, seg_end, seg_start, seg_pos, span, last_span = _load_tile(tiles)
+    rows, live, q_pos, first_pos, last_pos, span, last_span = _open_block(tiles, BLOCK_M)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // GROUP
-    rows = first + tl.arange(0, BLOCK_M)
-    live = rows < seg_end
-    q_pos = seg_pos + rows - seg_start
-    first_pos = seg_pos + first - seg_start
-    last_pos = seg_pos + tl.minimum(first + BLOCK_M, seg_end) - 1 - seg_start
     query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D)
     k += kv_head * stride_kh
     v += kv_head * stride_vh
@@ -123,16 +139,13 @@ def attention_forward_kernel(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     while span < last_span:
-        k_start, k_end = tl.load(spans + span * SPAN), tl.load(spans + span * SPAN + 1)
-        k_pos0 = tl.load(spans + span * SPAN + 2)
+        k_start, k_end, k_pos0 = _load_span(spans, span)
         start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
         for n in range(start, end, BLOCK_N):
             cols = n + tl.arange(0, BLOCK_N)
             inside = cols < end
             key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            if SOFTCAP:
-                scores, _ = _cap(scores, softcap)
+            scores, _ = _scores(query, key, scale, softcap, SOFTCAP)
             seen = _seen(q_pos[:, None], (k_pos0 + cols - k_start)[None, :], inside[None, :], window, WINDOW)
             scores = tl.where(seen, scores * LOG2E, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
@@ -185,14 +198,9 @@ def attention_backward_q_kernel(
     WINDOW: tl.constexpr,
 ):
     """The gradient of a block of queries, which walks as the forward does."""
-    first, seg_end, seg_start, seg_pos, span, last_span = _load_tile(tiles)
+    rows, live, q_pos, first_pos, last_pos, span, last_span = _open_block(tiles, BLOCK_M)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // GROUP
-    rows = first + tl.arange(0, BLOCK_M)
-    live = rows < seg_end
-    q_pos = seg_pos + rows - seg_start
-    first_pos = seg_pos + first - seg_start
-    last_pos = seg_pos + tl.minimum(first + BLOCK_M, seg_end) - 1 - seg_start
     query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D)
     d_out = _load_rows(grad + head * stride_gh, rows, live, stride_g, V_SIZE, BLOCK_DV)
     level = tl.load(lse + head * num_tokens + rows, mask=live, other=0.0) * LOG2E
@@ -201,18 +209,14 @@ def attention_backward_q_kernel(
     v += kv_head * stride_vh
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     while span < last_span:
-        k_start, k_end = tl.load(spans + span * SPAN), tl.load(spans + span * SPAN + 1)
-        k_pos0 = tl.load(spans + span * SPAN + 2)
+        k_start, k_end, k_pos0 = _load_span(spans, span)
         start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
         for n in range(start, end, BLOCK_N):
             cols = n + tl.arange(0, BLOCK_N)
             inside = cols < end
             key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
             value = _load_rows(v, cols, inside, stride_v, V_SIZE, BLOCK_DV)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            slope = 1.0
-            if SOFTCAP:
-                scores, slope = _cap(scores, softcap)
+            scores, slope = _scores(query, key, scale, softcap, SOFTCAP)
             seen = _seen(q_pos[:, None], (k_pos0 + cols - k_start)[None, :], inside[None, :], window, WINDOW)
             weights = tl.where(seen, tl.exp2(scores * LOG2E - level[:, None]), 0.0)
             d_weights = tl.dot(d_out, tl.trans(value), input_precision="ieee")
@@ -263,13 +267,8 @@ def attention_backward_kv_kernel(
     """
     The gradients of a block of `BLOCK_N` keys: sums over all queries of all heads that see them, in a fixed order.
     """
-    first, seg_end, seg_start, seg_pos, first_span, last_span = _load_tile(tiles)
+    cols, live, k_pos, first_pos, last_pos, first_span, last_span = _open_block(tiles, BLOCK_N)
     kv_head = tl.program_id(1).to(tl.int64)
-    cols = first + tl.arange(0, BLOCK_N)
-    live = cols < seg_end
-    k_pos = seg_pos + cols - seg_start
-    first_pos = seg_pos + first - seg_start
-    last_pos = seg_pos + tl.minimum(first + BLOCK_N, seg_end) - 1 - seg_start
     key = _load_rows(k + kv_head * stride_kh, cols, live, stride_k, SIZE, BLOCK_D)
     value = _load_rows(v + kv_head * stride_vh, cols, live, stride_v, V_SIZE, BLOCK_DV)
     d_key = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
@@ -278,8 +277,7 @@ def attention_backward_kv_kernel(
         head = kv_head * GROUP + member
         span = first_span
         while span < last_span:
-            q_start, q_end = tl.load(spans + span * SPAN), tl.load(spans + span * SPAN + 1)
-            q_pos0 = tl.load(spans + span * SPAN + 2)
+            q_start, q_end, q_pos0 = _load_span(spans, span)
             start, end = _queries_of(q_start, q_end, q_pos0, first_pos, last_pos, window, WINDOW)
             for m in range(start, end, BLOCK_M):
                 rows = m + tl.arange(0, BLOCK_M)
@@ -289,10 +287,7 @@ def attention_backward_kv_kernel(
                 level = tl.load(lse + head * num_tokens + rows, mask=inside, other=0.0) * LOG2E
                 inner = tl.load(delta + head * num_tokens + rows, mask=inside, other=0.0)
                 # scores with a row for each key
-                scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
-                slope = 1.0
-                if SOFTCAP:
-                    scores, slope = _cap(scores, softcap)
+                scores, slope = _scores(key, query, scale, softcap, SOFTCAP)
                 both = inside[None, :] & live[:, None]
                 seen = _seen((q_pos0 + rows - q_start)[None, :], k_pos[:, None], both, window, WINDOW)
                 weights = tl.where(seen, tl.exp2(scores * LOG2E - level[None, :]), 0.0)

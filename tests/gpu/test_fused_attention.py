@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.patches.fused_attention_cases import KINDS, LAYOUTS, eager, errors
+from tests.patches.fused_attention_cases import KINDS, LAYOUTS, draw_for, eager, errors
 from unsloth_trl.patches.attention.fused import fused_attention
 from unsloth_trl.patches.layout import PackedLayout
 
@@ -39,29 +39,20 @@ SIZES = {
     + [(layout, "64", "plain") for layout in LAYOUTS],
 )
 def test_error_against_fp64(layout, size, kind, dtype):
-    heads, kv_heads, head_dim, v_head_dim = SIZES[size]
-    window, softcap, with_sinks = KINDS[kind]
     layout = PackedLayout(*(LARGE | LAYOUTS)[layout]).to("cuda")
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator).to("cuda", dtype)
-
-    tokens = layout.num_tokens
-    tensors = [
-        randn(tokens, heads, head_dim),
-        randn(tokens, kv_heads, head_dim),
-        randn(tokens, kv_heads, v_head_dim),
-        randn(heads) if with_sinks else None,
-        randn(tokens, heads, v_head_dim),
-    ]
+    tensors, layout, window, softcap = draw_for(layout, SIZES[size], kind, dtype)
     truth = eager(tensors, layout, window, softcap, torch.float64)
     plain = errors(eager(tensors, layout, window, softcap, dtype), truth)
 
     def run():
         leaves = [t.detach().requires_grad_() for t in tensors[:4] if t is not None]
         out = fused_attention(
-            *leaves[:3], layout, scale=0.3, window=window, softcap=softcap, sinks=leaves[3] if with_sinks else None
+            *leaves[:3],
+            layout,
+            scale=0.3,
+            window=window,
+            softcap=softcap,
+            sinks=leaves[3] if len(leaves) > 3 else None,
         )
         return [out.detach(), *torch.autograd.grad(out, leaves, tensors[4])]
 

@@ -49,13 +49,17 @@ BLOCKS = fused.Blocks(16, 16, 4, 1)
 
 def draw(layout, heads, kind, dtype, device="cpu"):
     """Query, key, value, sinks and the gradient of the output in `dtype`; the layout; window and softcap."""
-    num_heads, kv_heads, size, v_size = HEADS[heads]
+    return draw_for(PackedLayout(*LAYOUTS[layout]).to(device), HEADS[heads], kind, dtype)
+
+
+def draw_for(layout, heads, kind, dtype):
+    """`draw` for a layout itself, and `(heads, kv heads, head size, value size)`."""
+    num_heads, kv_heads, size, v_size = heads
     window, softcap, with_sinks = KINDS[kind]
-    layout = PackedLayout(*LAYOUTS[layout]).to(device)
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator).to(layout.device, dtype)
 
     tokens = layout.num_tokens
     tensors = [
