@@ -10,7 +10,7 @@ from unsloth_trl import PackedLayout, apply_patches
 from unsloth_trl.models import memory_terms
 from unsloth_trl.models.memory import estimate_memory
 from unsloth_trl.models.memory_terms import Training, adapter_sizes, read_shape, saved_per_token
-from unsloth_trl.patches.attention import patch as attention
+from unsloth_trl.patches.attention import op as attention_op
 from unsloth_trl.patches.checkpointing.patch import decoder_layers
 from unsloth_trl.patches.lm_head.op import VOCAB_CHUNK
 from unsloth_trl.patches.registry import base_model
@@ -77,7 +77,7 @@ def saved_in_layers(model, num_tokens: int) -> list[int]:
 )
 def test_counts_what_autograd_saves(model_type, rank, overrides, monkeypatch):
     """Per token: the difference of two row lengths leaves casts of weights out."""
-    monkeypatch.setattr(attention, "device_supports_flash", lambda device: True)  # the op has a kernel for the CPU
+    monkeypatch.setattr(attention_op, "device_supports_flash", lambda device: True)  # the op has a kernel for the CPU
     model = tiny_model(model_type, **overrides).to(torch.bfloat16)
     model.enable_input_require_grads()
     if rank:
