@@ -112,10 +112,9 @@ def _flash_attn_by_layout_backward(
     grad_out, out = (torch.nn.functional.pad(x.flatten(0, 1), (0, size - x.shape[-1])) for x in (grad_out, out))
     backward = getattr(torch.ops.unsloth_trl, f"{name}_backward")
     grads = backward(grad_out.contiguous(), *rows, out, lse, *batch_info, scale, *rest)
+    # a kernel's gradients have the strides of what it was given, and a graph has to know them before
     return tuple(
-        (grad if grad.shape[-1] == x.shape[-1] else grad[..., : x.shape[-1]].contiguous())
-        .unflatten(0, (batch, seq_len))
-        .transpose(1, 2)
+        grad[..., : x.shape[-1]].contiguous().unflatten(0, (batch, seq_len)).transpose(1, 2)
         for grad, x in zip(grads, (query, key, value), strict=True)
     )
 

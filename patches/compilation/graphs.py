@@ -7,7 +7,7 @@ graph is looked up by, and what a graph cannot do goes the usual way.
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checkpointing.policy import Plan
 from ..layout import PackedLayout
@@ -126,10 +127,15 @@ class _Graph:
         self.parameters = [p for p in decoder.owner.parameters() if p.requires_grad]
         self.module = _Callable(decoder, call, self.parameters)
         self.sample = (call.input_ids.clone(), self.module.layout._buffer)
-        with _without_cache(call.input_ids.device.type):
-            self.graphed = torch.cuda.make_graphed_callables(
-                self.module, self.sample, allow_unused_input=True, pool=pool
-            )
+        hooks = [p.register_hook(decoder.gradients.writer(p)) for p in self.parameters]
+        try:
+            with _without_cache(call.input_ids.device.type):
+                self.graphed = torch.cuda.make_graphed_callables(
+                    self.module, self.sample, allow_unused_input=True, pool=pool
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def __call__(self, call: Call, token: _Token) -> Any:
         tensors = self.graphed(call.input_ids, call.layout._buffer)
@@ -150,6 +156,25 @@ class _Graph:
         return tuple(copies.get(i, grad) for i, grad in enumerate(grads))
 
 
+class _Gradients:
+    """Where the graphs of a decoder leave the gradients of weights: the same memory in all of them."""
+
+    def __init__(self):
+        self._buffers = WeakIdKeyDictionary()
+
+    def writer(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A hook that moves a gradient there; what it was in is free for the rest of the graph."""
+        if parameter not in self._buffers:
+            self._buffers[parameter] = torch.empty_like(parameter, requires_grad=False)
+        return self._buffers[parameter].copy_
+
+    def clear(self) -> None:
+        self._buffers.clear()
+
+    def __reduce__(self):
+        return _Gradients, ()
+
+
 class GraphedDecoder(OwnForward[nn.Module]):
     """
     The `forward` of a decoder, from a graph where that is possible.
@@ -168,6 +193,7 @@ class GraphedDecoder(OwnForward[nn.Module]):
         self._plan = None if plan is None else weakref.ref(plan)
         self.failure: str | None = None
         self.replays = self.others = 0
+        self.gradients = _Gradients()
         self._graphs: dict[tuple, _Graph] = {}
         self._runs: dict[tuple, int] = {}
         self._pool: Any = None
@@ -279,6 +305,7 @@ class GraphedDecoder(OwnForward[nn.Module]):
         """Give the graphs' memory back."""
         self._graphs.clear()
         self._runs.clear()
+        self.gradients.clear()
         self._pool = None
         gc.collect()  # torch's functions around a graph refer to themselves
         if torch.cuda.is_available():

@@ -133,7 +133,7 @@ def gram_configuration(
         config = Configuration(64, 64, 16, num_warps=4, num_stages=2)
     elif _has_descriptors(capability):
         if narrow:
-            config = Configuration(128, 64, 64, num_warps=4, num_stages=4)
+            config = Configuration(128, 64, 128, num_warps=4, num_stages=3)
         elif mean_rows <= 96:
             config = Configuration(128, 128, 32, num_warps=4, num_stages=3)
         elif mean_rows <= 512:

@@ -76,7 +76,7 @@ def _with_ones(product: torch.Tensor | None, bias: torch.Tensor | None, rows: to
     return ones if product is None else torch.cat([product, ones], dim=1)
 
 
-def _forward(
+def _until_activation(
     x: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -98,6 +98,7 @@ def _forward(
     limit: float,
     backend: str,
 ) -> list[torch.Tensor]:
+    """Rows after the activation, and what a backward wants to have kept."""
     num_experts = gate_up_meta[META]
     wide = row_tile(x, top_k_index.numel(), num_experts, backend)
     routing = sort_rows(top_k_index, num_experts, wide)
@@ -106,15 +107,31 @@ def _forward(
         gu = grouped_mm(rows, _forwards(weight, transposed), routing, backend, rows=token)
     del rows
     xa = _with_ones(xa, gate_up_bias, gu)
-    gate_up_b, down_b = _factors(gate_up_b, gate_up_bias), _factors(down_b, down_bias)
+    gate_up_b = _factors(gate_up_b, gate_up_bias)
     hidden, ha = gate_forward(gu, routing, kind, xa, gate_up_b, down_a, alpha=alpha, limit=limit)
     ha = _with_ones(ha, down_bias, hidden)
-    with dense(down, down_scales, down_meta, x.dtype, "down") as weight:
-        y = grouped_mm(hidden, _forwards(weight, transposed), routing, backend, ha, down_b)
-    out = combine(y, routing, top_k_weights)
-    saved = [x.new_empty(0) if t is None else t for t in (xa, ha)]
+    kept = [x.new_empty(0) if t is None else t for t in (xa, ha)]
     tiles = (routing.tiles(TILE_ROWS), _wide_tiles(routing, wide))
-    return [out, gu, *saved, routing.order, routing.place, routing.offsets, *tiles]
+    return [hidden, gu, *kept, routing.order, routing.place, routing.offsets, *tiles]
+
+
+def _from_activation(hidden: torch.Tensor, kept: list[torch.Tensor], inputs: tuple) -> torch.Tensor:
+    """The sum of the experts' outputs, from what `_until_activation` gave for these inputs."""
+    _, _, top_k_weights, _, down, _, _, _, _, down_b, down_bias, _, scales, _, meta, transposed, *_, backend = inputs
+    ha, routing = kept[2], _routing_of(*kept[3:], row_tile(hidden, hidden.shape[0], meta[META], backend))
+    factors = () if down_b is None and down_bias is None else (ha, _factors(down_b, down_bias))
+    with dense(down, scales, meta, hidden.dtype, "down") as weight:
+        y = grouped_mm(hidden, _forwards(weight, transposed), routing, backend, *factors)
+    return combine(y, routing, top_k_weights)
+
+
+def _routing_of(order, place, offsets, tiles, wide_tiles, wide: int) -> Routing:
+    return Routing(order, place, offsets, {TILE_ROWS: tiles} | ({wide: wide_tiles} if wide else {}))
+
+
+def _forward(*inputs) -> list[torch.Tensor]:
+    hidden, *kept = _until_activation(*inputs)
+    return [_from_activation(hidden, kept, inputs), *kept]
 
 
 def _gathered(x: torch.Tensor, routing: Routing, backend: Backend, factors: torch.Tensor | None):
@@ -132,7 +149,12 @@ def _wide_tiles(routing: Routing, wide: int) -> torch.Tensor:
     return routing.tiles(wide) if wide else routing.offsets.new_empty(0, 3)
 
 
-_moe_experts = torch.library.custom_op("unsloth_trl::moe_experts", _forward, mutates_args=())
+_moe_experts = torch.library.custom_op(
+    "unsloth_trl::moe_experts",
+    _forward,
+    mutates_args=(),
+    schema=torch.library.infer_schema(_until_activation, mutates_args=()),
+)
 
 
 @_moe_experts.register_fake
@@ -185,7 +207,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     """Gradients of x, weights, gate_up, its a, b and bias, down, its a, b and bias; empty where not `needed`."""
     wide = row_tile(grad, order.shape[0], gate_up_meta[META], backend)
-    routing = Routing(order, place, offsets, {TILE_ROWS: tiles} | ({wide: wide_tiles} if wide else {}))
+    routing = _routing_of(order, place, offsets, tiles, wide_tiles, wide)
     thin = thin_backend(grad)
     gu_b, d_b = _factors(gate_up_b, gate_up_bias), _factors(down_b, down_bias)
     grad_rows, token, grad_ha = _gathered(grad, routing, backend, d_b)
@@ -269,14 +291,18 @@ _DIFFERENTIABLE = (0, 2, 3, 5, 6, 7, 4, 8, 9, 10)
 _NUM_INPUTS = 20
 
 
-def _setup_context(ctx, inputs, output):
+def _keep(ctx, inputs, kept):
     x, _, top_k_weights, *tensors = inputs[:11]
     scales, ctx.settings = inputs[11:13], inputs[13:]
     ctx.num_scales = [len(part) for part in scales]
     if not (ctx.needs_input_grad[3] or ctx.needs_input_grad[5]):
         x = x.new_empty(0)  # only the gradients of the first projection's weights read the tokens
-    ctx.save_for_backward(x, top_k_weights, *tensors, *scales[0], *scales[1], *output[1:])
+    ctx.save_for_backward(x, top_k_weights, *tensors, *scales[0], *scales[1], *kept)
     ctx.set_materialize_grads(False)
+
+
+def _setup_context(ctx, inputs, output):
+    _keep(ctx, inputs, output[1:])
 
 
 def _gradients(ctx, grads, backward):
@@ -302,19 +328,39 @@ def _backward_of_op(ctx, grads):
 _moe_experts.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
-class _Experts(torch.autograd.Function):
-    """The op without the dispatcher, whose checks of 20 arguments take the host longer than the kernels."""
+class _UntilActivation(torch.autograd.Function):
+    """
+    The first half of the op, without the dispatcher, whose checks of 20 arguments take the host longer than kernels.
+
+    It keeps what the backward of both halves wants, so that a checkpoint, which recomputes no more than what was kept,
+    stops before the second half: a third of the products. The first output only carries the gradient of the sum.
+    """
 
     @staticmethod
     def forward(ctx, *inputs):
-        outputs = _forward(*inputs)
-        _setup_context(ctx, inputs, outputs)
-        return outputs[0]
+        hidden, *kept = _until_activation(*inputs)
+        _keep(ctx, inputs, kept)
+        carrier = inputs[0].new_empty(()).expand_as(inputs[0])
+        ctx.mark_non_differentiable(hidden, *kept)
+        return carrier, hidden, *kept
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         return tuple(_gradients(ctx, (grad,), _backward))
+
+
+class _FromActivation(torch.autograd.Function):
+    """The second half of the op; its gradient is all the work of the first's."""
+
+    @staticmethod
+    def forward(ctx, carrier, inputs, hidden, *kept):
+        ctx.set_materialize_grads(False)
+        return _from_activation(hidden, list(kept), inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def moe_experts(
@@ -369,4 +415,7 @@ def moe_experts(
     # compilers and other modes see ops, and nothing inside of a function
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return torch.ops.unsloth_trl.moe_experts(*inputs)[0]
-    return _Experts.apply(*inputs)
+    if not torch.is_grad_enabled():
+        return _forward(*inputs)[0]
+    carrier, *halfway = _UntilActivation.apply(*inputs)
+    return _FromActivation.apply(carrier, inputs, *halfway)

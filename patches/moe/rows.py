@@ -80,14 +80,15 @@ def _rows(num_rows: int) -> dict[str, int]:
     return {"TILE": TILE_ROWS, "BLOCK_M": 32 if num_rows >= _MANY_ROWS else 16}
 
 
-def _gate_steps(dtype: torch.dtype, block_m: int, *ranks: int) -> dict[str, int]:
+def _gate_steps(dtype: torch.dtype, block_m: int, *ranks: int, backward: bool = False) -> dict[str, int]:
     """
     The activation's columns and warps. Its values are an operand of a product, and warps beyond one for 16 rows would
     all compute the same ones; without products the warps share the columns.
     """
     if not any(ranks):
         return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_N": _columns(32, dtype, *ranks), "num_warps": block_m // 16, "num_stages": 3}
+    columns, stages = (64, 2) if backward else (32, 3)
+    return {"BLOCK_N": _columns(columns, dtype, *ranks), "num_warps": block_m // 16, "num_stages": stages}
 
 
 def _parts(routing: Routing, blocks: dict[str, int]) -> int:
@@ -139,7 +140,9 @@ def launch_gather_project(x, routing, a, with_rows=True):
     xs = x.new_empty(routing.num_rows, width) if with_rows else None
     xa = None if a is None else x.new_empty(routing.num_rows, ranks["RANK"])
     if routing.num_rows and width:
-        step = _columns(128, x.dtype, ranks["RANK"])
+        # nothing but a thin product: more loads in flight, and no warps beyond those that its rows have work for
+        thin = not with_rows
+        step = _columns(64 if thin else 128, x.dtype, ranks["RANK"])
         chunk = 2 * step if a is None else width
         with torch.cuda.device_of(x):
             gather_project_kernel[(_parts(routing, blocks), -(-width // chunk))](
@@ -155,8 +158,8 @@ def launch_gather_project(x, routing, a, with_rows=True):
                 **ranks,
                 **blocks,
                 BLOCK_N=step,
-                num_warps=4,
-                num_stages=3,
+                num_warps=blocks["BLOCK_M"] // 16 if thin else 4,
+                num_stages=4 if thin else 3,
             )
     return xs, xa
 
@@ -296,7 +299,7 @@ def launch_gate_backward(gu, dh, routing, kind, weights, xa, b, dyb, a_down, alp
     dgub = None if b is None else gu.new_empty(routing.num_rows, ranks["RANK"])
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=gu.device)
     if dh.numel():
-        steps = _gate_steps(gu.dtype, blocks["BLOCK_M"], ranks["RANK"], down["RANK_DOWN"])
+        steps = _gate_steps(gu.dtype, blocks["BLOCK_M"], ranks["RANK"], down["RANK_DOWN"], backward=True)
         with torch.cuda.device_of(gu):
             gate_backward_kernel[(_parts(routing, blocks),)](
                 gu,

@@ -24,7 +24,8 @@ def make(model_type, four_bits=False, **config):
     model = tiny_model(model_type, **sizes).to("cuda", torch.bfloat16)
     if four_bits:
         quantize_experts_(model)
-    lora = experts_lora(r=8) if model_type == "qwen3_moe" else LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    lora = experts_lora(r=8) if model_type == "qwen3_moe" else LoraConfig(r=8, target_modules=["q_proj", "v_proj", "o_proj"])
+    torch.manual_seed(0)  # PEFT draws its first factors on the device
     model = get_peft_model(model, lora).train()
     generator = torch.Generator("cuda").manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -74,14 +75,12 @@ def test_replays_are_the_plain_run(model_type, four_bits, compile_layers):
     if four_bits:
         pytest.importorskip("bitsandbytes")
     torch._dynamo.reset()
-    plain = make(model_type, four_bits)
+    plain = make(model_type, four_bits, compile_layers=compile_layers)
     graphed = make(model_type, four_bits, cuda_graphs="on", compile_layers=compile_layers)
     for seed, lengths in enumerate(LENGTHS):
         expected, found = run(plain, lengths, seed), run(graphed, lengths, seed)
-        # compiled layers round elsewhere; without them the kernels are the same, and a row's dq is summed by atomics
-        compare(found, expected, 2e-2 if compile_layers == "on" else 5e-3)
-        if compile_layers == "off":
-            assert torch.equal(found[0], expected[0]), "the forward has other bits"
+        compare(found, expected, 5e-3)  # a row's dq is summed by atomics
+        assert torch.equal(found[0], expected[0]), "the forward has other bits"
     decoder = text_decoder(base_model(graphed)).__dict__["forward"]
     assert isinstance(decoder, GraphedDecoder) and decoder.failure is None, decoder.failure
     assert decoder.replays == len(LENGTHS) - 2 and decoder.num_graphs == 1

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from unsloth_trl.patches.moe import op
 from unsloth_trl.patches.moe.op import Gate, Projection, moe_experts
 from unsloth_trl.patches.moe.routing import route
 from unsloth_trl.patches.moe.weights import plain
@@ -160,6 +162,30 @@ def test_tiles_hold_one_expert_each(num_tokens, num_experts, block):
     live = tiles[:, 2] > 0
     assert tiles[live].tolist() == expected
     assert live.tolist() == sorted(live.tolist(), reverse=True)
+
+
+@pytest.mark.parametrize("norm_behind, products", [(False, 3), (True, 4)])
+def test_a_checkpoint_stops_before_the_second_product(monkeypatch, norm_behind, products):
+    """Two products of the backward, and one of the recomputation; two of that where something behind needs them."""
+    x, index, weights, gate_up, down = draw(9, 2, 4, 3, False, True)
+    projections = [p._replace(weight=plain(p.weight)) for p in (gate_up, down)]
+    calls, real = [], op.grouped_mm
+    monkeypatch.setattr(op, "grouped_mm", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+
+    def layer(x, weights):
+        settings = {"gate": GATES["silu"], "transposed": False, "backend": "native_torch"}
+        out = x + moe_experts(x, index, weights, *projections, **settings)
+        return torch.nn.functional.rms_norm(out, out.shape[-1:]) if norm_behind else out
+
+    expected = layer(x, weights)
+    actual = checkpoint(layer, x, weights, use_reentrant=False)
+    grad_out = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype)
+    expected = gradients(expected, grad_out, x, weights, gate_up, down)
+    calls.clear()
+    actual = gradients(actual, grad_out, x, weights, gate_up, down)
+    assert len(calls) == products
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]) and expected[name].any(), name
 
 
 def test_op_is_one_that_compile_understands():

@@ -44,11 +44,13 @@ class Captures:
 
     Attributes:
         number, replays (`int`): Graphs that were captured, and forwards from one.
+        gradients (`list[set[int]]`): Where each graph leaves the gradients of weights.
         error (`Exception`, *optional*): Raised instead of capturing.
     """
 
     def __init__(self):
         self.number = self.replays = 0
+        self.gradients: list[set[int]] = []
         self.error: Exception | None = None
 
     def __call__(self, module, sample, allow_unused_input, pool):
@@ -66,6 +68,7 @@ class Captures:
         if needed:
             with backward:
                 grads = torch.autograd.grad(needed, parameters, grads_out, allow_unused=True)
+        self.gradients.append({grad.data_ptr() for grad in grads if grad is not None})
         kinds = [output.requires_grad for output in outputs]
         outputs = [output.detach() for output in outputs]
         self.number += 1

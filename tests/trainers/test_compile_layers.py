@@ -65,7 +65,7 @@ def test_sft_is_the_same(model_type, lora, untranslated):
     off = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="off", **PACKED)
     assert entry(on.trainer).applied and not entry(off.trainer).applied
     assert num_graphs(on.trainer) > 0
-    assert_runs_close(on, off, 2e-5)
+    assert_runs_close(on, off, 1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -84,7 +84,7 @@ def test_padded_rows_and_no_checkpoint(config, untranslated):
     on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **changed)
     off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **changed)
     assert num_graphs(on.trainer) > 0
-    assert_runs_close(on, off, 2e-5)
+    assert_runs_close(on, off, 1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe"])
@@ -92,7 +92,7 @@ def test_grpo_is_the_same(model_type, untranslated):
     fields = {"lora": True, "beta": 0.1, "num_iterations": 2, "gradient_checkpointing": True}
     on, off = (run_ours(model_type, compile_layers=value, **fields) for value in ("on", "off"))
     assert entry(on.trainer).applied
-    assert_runs_close(on, off, 2e-5)
+    assert_runs_close(on, off, 1e-4)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def in_graph(monkeypatch):
 def test_attention_within_the_graph(in_graph, untranslated):
     on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
     off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
-    assert_runs_close(on, off, 2e-5)
+    assert_runs_close(on, off, 1e-4)
     # of any length; one for the first layer, whose input needs no gradient, and one for the others
     assert num_graphs(on.trainer) <= 2
 
@@ -191,7 +191,7 @@ def test_long_rows_are_cut_into_tiles_and_not_compiled(untranslated, monkeypatch
     off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
     assert "in tiles of 4" in str(on.trainer.patch_report["checkpointing"].detail)
     assert num_graphs(on.trainer) == 0
-    assert_runs_close(on, off, 2e-5)
+    assert_runs_close(on, off, 1e-4)
 
 
 def test_a_compiler_that_fails_leaves_the_run_as_it_is(monkeypatch, caplog):
@@ -260,7 +260,7 @@ def test_a_compiler_that_fails_later(failing, monkeypatch):
     on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
     off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
     assert len(calls) == failing and "no space left" in str(entry(on.trainer).detail)
-    assert_runs_close(on, off, 2e-5)
+    assert_runs_close(on, off, 1e-4)
 
 
 def tiled(model) -> int:

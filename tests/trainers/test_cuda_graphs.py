@@ -189,6 +189,17 @@ def test_two_shapes_share_memory(captures):
     (first.sum() + second.sum()).backward()
 
 
+def test_gradients_of_all_shapes_are_left_in_one_place(captures):
+    model = patched()
+    for _ in range(3):
+        for lengths in ((5, 7), (6, 11)):
+            hidden(model, batch(*lengths)).sum().backward()
+    buffers = {t.data_ptr() for t in graphed(model).gradients._buffers.values()}
+    assert len(buffers) == sum(p.grad is not None for p in model.parameters())
+    assert captures.number == 2 and {p for grads in captures.gradients for p in grads} == buffers
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
 def test_the_graph_used_least_goes_first(captures, monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     model = patched()
