@@ -27,6 +27,9 @@ class PatchConfig:
             as without this package: for ablations.
         lean_lora (`bool`, *optional*, defaults to `True`):
             Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass.
+        frozen_head (`bool`, *optional*, defaults to `True`):
+            `SFTTrainer` works out the gradient of a head that is not trained in the forward, while the logits are
+            there, so that the backward needs no logits. `False` leaves such a head to TRL's kernel.
         moe_backend (`str`, *optional*):
             What multiplies tokens with stacked experts: `"grouped_mm"` (torch's), `"triton"` (this package's, any CUDA
             card), `"native_torch"` (a loop over the experts) or `"auto"`, which chooses by card and dtype. `None`
@@ -57,6 +60,7 @@ class PatchConfig:
     attention_backend: AttentionBackend = "auto"
     packed_metadata: bool = True
     lean_lora: bool = True
+    frozen_head: bool = True
     moe_backend: MoeBackend | None = None
     split_lora: bool = True
     checkpoint_policy: CheckpointPolicy = "auto"

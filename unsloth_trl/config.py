@@ -23,6 +23,8 @@ class PatchArguments:
             See `PatchConfig`.
         lean_lora (`bool`, *optional*, defaults to `True`):
             See `PatchConfig`.
+        frozen_head (`bool`, *optional*, defaults to `True`):
+            See `PatchConfig`.
         moe_backend (`str`, *optional*):
             See `PatchConfig`.
         split_lora (`bool`, *optional*, defaults to `True`):
@@ -54,6 +56,9 @@ class PatchArguments:
     )
     lean_lora: bool = field(
         default=True, metadata={"help": "Plain LoRA layers leave out needless casts, and scale and add in one pass."}
+    )
+    frozen_head: bool = field(
+        default=True, metadata={"help": "SFT works out the gradient of a head that is not trained in the forward."}
     )
     moe_backend: MoeBackend | None = field(
         default=None,

@@ -7,6 +7,8 @@ from torch.distributed.tensor import DTensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
+from .frozen import frozen_head_scores, refusal
+
 
 VOCAB_CHUNK = 32768
 
@@ -42,9 +44,12 @@ def labelled_scores(
     labels: torch.Tensor,
     label_positions: torch.Tensor,
     text_config,
+    frozen_head: bool = True,
 ) -> TokenScores:
     """
-    Log-probability, entropy and top-1 hit of the labels at `label_positions`, TRL's chunked kernel on those rows only.
+    Log-probability, entropy and top-1 hit of the labels at `label_positions`, from those rows only.
+
+    A head that is frozen now goes through `frozen_head_scores`, any other through TRL's chunked kernel.
 
     Args:
         hidden_states (`torch.Tensor` of shape `(batch, seq_len, hidden_size)`): Output of the decoder.
@@ -53,16 +58,29 @@ def labelled_scores(
         label_positions (`torch.Tensor` of shape `(num_labels,)`, int64): Flat index into `(batch, seq_len)` of each
             position that predicts a labelled next token.
         text_config (`PretrainedConfig`): Where soft-capping and logit scale stand.
+        frozen_head (`bool`, *optional*, defaults to `True`): `False` leaves a frozen head to TRL's kernel too.
 
     Returns:
         `TokenScores`: In the order of `label_positions`, fp32.
     """
     weight, bias = lm_head.weight, lm_head.bias
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+    if frozen_head and refusal(hidden_states, weight, bias) is None:
+        # a model split over devices may end elsewhere than its head
+        hidden, labels, positions = (x.to(weight.device) for x in (hidden_states, labels, label_positions))
+        scores = frozen_head_scores(
+            hidden.flatten(0, 1).index_select(0, positions),
+            weight,
+            bias,
+            labels.flatten().index_select(0, positions + 1),
+            softcap=softcap,
+            logit_scale=logit_scale(text_config),
+        )
+        return TokenScores(*scores)
     # FSDP2 keeps sharded parameters as DTensors; the products need the whole matrix
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
         bias = None if bias is None else bias.full_tensor()
-    # a model split over devices may end elsewhere than its head
     hidden_states, labels, label_positions = (x.to(weight.device) for x in (hidden_states, labels, label_positions))
     with maybe_gather_lm_head_ctx(weight, bias):
         log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
@@ -72,7 +90,7 @@ def labelled_scores(
             labels.flatten().index_select(0, label_positions + 1),
             1.0,
             VOCAB_CHUNK,
-            getattr(text_config, "final_logit_softcapping", None),
+            softcap,
             logit_scale(text_config),
             ("entropy", "is_top1"),
         )

@@ -23,8 +23,9 @@ class LabelledForward(OwnForward[PreTrainedModel]):
     `entropy` and `is_top1` have shape `(num_labels,)`; any other call goes on to the forward that was there before.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, frozen_head: bool = True):
         super().__init__(model)  # over TRL's fused head, if it is there
+        self.frozen_head = frozen_head
         self.active = True
 
     @property
@@ -50,7 +51,12 @@ class LabelledForward(OwnForward[PreTrainedModel]):
             kwargs["output_router_logits"] = True
         outputs = model.base_model(*args, **kwargs)
         scores = labelled_scores(
-            outputs.last_hidden_state, model.get_output_embeddings(), labels, label_positions, text_config
+            outputs.last_hidden_state,
+            model.get_output_embeddings(),
+            labels,
+            label_positions,
+            text_config,
+            self.frozen_head,
         )
         aux_loss = None
         if router_logits:
@@ -91,7 +97,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     reason = refusal(model)
     if reason:
         return PatchEntry("lm_head", (), reason)
-    forward = LabelledForward(model)
+    forward = LabelledForward(model, config.frozen_head)
     model.forward = forward
     # the report outlives the trainer: it must not keep the model alive
     installed = weakref.ref(forward)
@@ -106,9 +112,12 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         else:
             forward.take_off()
 
+    head = model.get_output_embeddings()
+    frozen = config.frozen_head and not any(p.requires_grad for p in head.parameters())
     return PatchEntry(
         "lm_head",
         (type(model).__name__,),
-        "log-probabilities at the labelled positions, which come with the batch",
+        "log-probabilities at the labelled positions, which come with the batch; "
+        + ("the head is frozen: its gradient in the forward" if frozen else "TRL's kernel"),
         undo=undo,
     )

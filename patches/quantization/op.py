@@ -90,9 +90,6 @@ def dequantize_nf4_triton(
     end = start + out.numel()
     blocks = max(TILE // blocksize, 1)
     nested = nested_absmax is not None
-    even = start % blocksize == 0 and out.numel() % (blocks * blocksize) == 0
-    aligned = packed.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
-    words = even and aligned and out.itemsize == 2 and out.is_cuda and torch.version.hip is None
     grid = (triton.cdiv(triton.cdiv(end, blocksize) - start // blocksize, blocks),)
     dequantize_nf4_kernel[grid](
         packed,
@@ -108,8 +105,7 @@ def dequantize_nf4_triton(
         NESTED_BLOCKSIZE=nested_blocksize,
         BLOCKSIZE=blocksize,
         BLOCKS=blocks,
-        EVEN=even,
-        WORDS=words,
+        EVEN=start % blocksize == 0 and out.numel() % (blocks * blocksize) == 0,
         num_warps=4,
         enable_fp_fusion=False,
     )

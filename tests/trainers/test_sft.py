@@ -354,7 +354,7 @@ def test_resume_continues_the_run(tmp_path, packing):
             max_steps=steps,
             save_strategy="steps",
             save_steps=2,
-            learning_rate=0.5,
+            learning_rate=0.05,
             optim="adamw_torch",
         )
         trainer.train(resume_from_checkpoint=resume)
@@ -399,7 +399,7 @@ def test_report_of_a_packed_run(tmp_path):
         "  applied     attention on model: packed rows: sdpa over segments (device cpu); other calls: sdpa or eager "
         "(was 'sdpa')",
         "  applied     lm_head on LlamaForCausalLM: log-probabilities at the labelled positions, which come with the "
-        "batch",
+        "batch; TRL's kernel",
         "  not applied lora: the model has no LoRA on a linear layer",
         "  not applied moe: the model has no stacked experts",
         "  not applied checkpointing: gradient_checkpointing=False",

@@ -1,0 +1,208 @@
+"""Scores of a frozen head and their gradient, worked out in the forward: against TRL's kernel, and the Triton kernel."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from torch.utils._python_dispatch import TorchDispatchMode
+from trl.kernels import ChunkedLogProbFunction
+
+import unsloth_trl
+from tests.numerics import assert_runs_close, run_sft
+from tests.targets import TARGETS, Recorder, compile_for
+from unsloth_trl.patches.lm_head import frozen
+from unsloth_trl.patches.lm_head.frozen import frozen_head_scores, launch_score, score_reference, tokens_at_once
+
+
+ROOT = Path(__file__).parents[2]
+TOKENS, WIDTH, VOCAB = 21, 12, 53
+CASES = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"softcap": 2.0},
+    "scale": {"logit_scale": 0.25},
+    "all": {"temperature": 1.3, "softcap": 1.5, "logit_scale": 3.0},
+}
+
+
+def draw(bias=False, dtype=torch.float32, tokens=TOKENS):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype)
+    bias = torch.randn(VOCAB, generator=generator).to(dtype) if bias else None
+    targets = torch.randint(VOCAB, (tokens,), generator=generator)
+    if tokens:
+        targets[0], targets[1] = 0, VOCAB - 1
+        logits = torch.nn.functional.linear(hidden.detach(), weight, bias)
+        targets[2::2] = logits.argmax(-1)[2::2]
+        weight[VOCAB - 1] = weight[targets[2]]  # a tie with an earlier token
+        targets[4] = VOCAB - 1
+    return hidden, weight, bias, targets
+
+
+def trls(hidden, weight, bias, targets, temperature=1.0, softcap=None, logit_scale=1.0):
+    outputs = ("entropy", "is_top1")
+    log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
+        hidden, weight, bias, targets, temperature, 16, softcap, logit_scale, outputs
+    )
+    return log_probs, entropy, is_top1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_trls(case, bias, monkeypatch):
+    monkeypatch.setattr(frozen, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(frozen, "LEAST_TOKENS", 8)  # three chunks
+    inputs = draw(bias)
+    expected, actual = (run(*inputs, **CASES[case]) for run in (trls, frozen_head_scores))
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert 0 < actual[2].sum() < TOKENS and not actual[1].requires_grad
+    weights = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
+    (theirs,) = torch.autograd.grad((expected[0] * weights).sum(), inputs[0])
+    (mine,) = torch.autograd.grad((actual[0] * weights).sum(), inputs[0])
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_no_token():
+    hidden, *rest = draw(tokens=0)
+    log_probs, entropy, is_top1 = frozen_head_scores(hidden, *rest)
+    assert log_probs.shape == entropy.shape == is_top1.shape == (0,)
+    log_probs.sum().backward()
+    assert hidden.grad.shape == hidden.shape
+
+
+class Products(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_two_products_and_none_of_them_in_the_backward():
+    hidden, *rest = draw()
+    with Products() as forward:
+        log_probs = frozen_head_scores(hidden, *rest)[0]
+    with Products() as backward:
+        log_probs.sum().backward()
+    with Products() as without, torch.no_grad():
+        frozen_head_scores(hidden, *rest)
+    assert (forward.number, backward.number, without.number) == (2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, vocab_size, expected", [(4096, 151936, 768), (100, 1000, 128), (5000, 128, 5120), (9000, 10**8, 128)]
+)
+def test_tokens_at_once(num_tokens, vocab_size, expected):
+    assert tokens_at_once(num_tokens, vocab_size, 2) == expected
+
+
+def test_what_is_refused():
+    hidden, weight, bias, _ = draw(bias=True)
+    assert frozen.refusal(hidden, weight, bias) is None
+    assert frozen.refusal(hidden, weight.clone().requires_grad_(), bias) == "the head is trained"
+    assert frozen.refusal(hidden, weight, bias.clone().requires_grad_()) == "the head is trained"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "computes in torch.bfloat16" in frozen.refusal(hidden, weight, bias)
+        assert frozen.refusal(hidden, weight.bfloat16(), None) is None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "qwen3_moe"])
+def test_training_is_the_same(model_type):
+    runs = {
+        name: run_sft(library, model_type, packing=True, lora=True, **config)
+        for name, library, config in (
+            ("on", unsloth_trl, {}),
+            ("off", unsloth_trl, {"frozen_head": False}),
+            ("trl", trl, {}),
+        )
+    }
+    assert "its gradient in the forward" in runs["on"].trainer.patch_report["lm_head"].detail
+    assert "TRL's kernel" in runs["off"].trainer.patch_report["lm_head"].detail
+    assert_runs_close(runs["on"], runs["off"], 1e-4)
+    assert_runs_close(runs["on"], runs["trl"], 1e-4)
+
+
+def test_a_head_that_is_trained_goes_to_trls(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("the head is not frozen")
+
+    monkeypatch.setattr("unsloth_trl.patches.lm_head.op.frozen_head_scores", fail)
+    runs = [run_sft(library, "llama", packing=True) for library in (unsloth_trl, trl)]
+    assert_runs_close(*runs, 1e-4)
+    with pytest.raises(AssertionError, match="not frozen"):
+        run_sft(unsloth_trl, "llama", packing=True, lora=True)
+
+
+def through_kernel(run, dtype, vocab, factor=1.0, gradient=True, **settings):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(7, vocab, generator=generator) * 3).to(dtype)
+    targets = torch.randint(vocab, (7,), generator=generator)
+    targets[:2] = torch.tensor([0, vocab - 1])
+    logits[2] = -float("inf")
+    logits[2, :2] = 1.0  # a tie, and no probability elsewhere
+    targets[2] = 1
+    outputs = [torch.full((7,), float("nan")), torch.full((7,), float("nan")), torch.zeros(7, dtype=torch.bool)]
+    run(logits, targets, *outputs, factor=factor, gradient=gradient, **settings)
+    return [logits, *outputs]
+
+
+def interpreted() -> list:
+    """Where the kernel differs from plain PyTorch; run with TRITON_INTERPRET."""
+    from tests.targets import mend_interpreter
+
+    mend_interpreter()
+    torch.cuda.device_of = lambda tensor: torch.device("cpu")
+    frozen._BLOCK = 64
+    wrong = []
+    for dtype in (torch.float32, torch.float16):
+        for vocab in (50, 64, 200):
+            for name, case in CASES.items():
+                for gradient in (True, False):
+                    settings = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0} | case
+                    settings |= {"factor": 64.0, "gradient": gradient}
+                    mine, theirs = (
+                        through_kernel(run, dtype, vocab, **settings) for run in (launch_score, score_reference)
+                    )
+                    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+                    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                        small = tolerance * (16 if i == 0 else 1)  # gradients have the factor in them
+                        if not torch.allclose(a.float(), b.float(), rtol=tolerance, atol=small):
+                            wrong.append([str(dtype), vocab, name, gradient, i])
+    return wrong
+
+
+def test_kernel_interpreted():
+    pytest.importorskip("triton")
+    code = "import json; from tests.patches.test_frozen_head import interpreted; print(json.dumps(interpreted()))"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("vocab", [151936, 32003])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_kernel_compiles(target, vocab, softcap, monkeypatch):
+    pytest.importorskip("triton")
+    from unsloth_trl.patches.lm_head import kernels
+
+    recorder, kernel = Recorder(), kernels.score_kernel
+    monkeypatch.setattr(kernels, "score_kernel", recorder)
+    logits = torch.empty(4, vocab, dtype=target.dtype, device="meta")
+    scores = [torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.float32, torch.float32, torch.bool)]
+    settings = {"logit_scale": 1.0, "softcap": softcap, "temperature": 0.5, "factor": 1.0, "gradient": True}
+    launch_score(logits, *scores, **settings)
+    ((_, args, kwargs),) = recorder.launches
+    assert compile_for(target, kernel, *args, **kwargs).metadata.shared <= target.shared
