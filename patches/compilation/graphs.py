@@ -14,6 +14,7 @@ import torch
 from accelerate.logging import get_logger
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -125,6 +126,7 @@ class _Graph:
 
     def __init__(self, decoder: "GraphedDecoder", call: Call, pool: Any):
         self.parameters = [p for p in decoder.owner.parameters() if p.requires_grad]
+        self.gradients = decoder.gradients
         self.module = _Callable(decoder, call, self.parameters)
         self.sample = (call.input_ids.clone(), self.module.layout._buffer)
         hooks = [p.register_hook(decoder.gradients.writer(p)) for p in self.parameters]
@@ -149,18 +151,26 @@ class _Graph:
         )
 
     def _own_gradients(self, grads: tuple, _) -> tuple:
-        """Copies for weights that have no gradient yet: autograd would keep the graph's own, and add to it later."""
+        """Others for weights that have no gradient yet: autograd would copy the graph's own one by one."""
         inputs = len(self.sample)
         taken = [i for i, p in enumerate(self.parameters, inputs) if p.grad is None and grads[i] is not None]
-        copies = dict(zip(taken, torch._foreach_mul([grads[i] for i in taken], 1), strict=True)) if taken else {}
-        return tuple(copies.get(i, grad) for i, grad in enumerate(grads))
+        given = self.gradients.give([self.parameters[i - inputs] for i in taken], [grads[i] for i in taken])
+        own = dict(zip(taken, given, strict=True))
+        return tuple(own.get(i, grad) for i, grad in enumerate(grads))
 
 
 class _Gradients:
-    """Where the graphs of a decoder leave the gradients of weights: the same memory in all of them."""
+    """
+    Where the graphs of a decoder leave the gradients of weights: the same memory in all of them.
+
+    That memory is lent: a weight without a gradient gets it as its own, until the next replay, before which what is
+    still there moves elsewhere. Who holds on to it otherwise is noticed.
+    """
 
     def __init__(self):
         self._buffers = WeakIdKeyDictionary()
+        self._lent: list[tuple[weakref.ref, StorageWeakRef]] = []
+        self._lends = True
 
     def writer(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor]:
         """A hook that moves a gradient there; what it was in is free for the rest of the graph."""
@@ -168,8 +178,37 @@ class _Gradients:
             self._buffers[parameter] = torch.empty_like(parameter, requires_grad=False)
         return self._buffers[parameter].copy_
 
+    def give(self, parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What weights that have no gradient yet are to keep as theirs."""
+        if not parameters:
+            return []
+        if not self._lends:
+            return torch._foreach_mul(grads, 1)
+        given = [torch.from_dlpack(grad) for grad in grads]  # each with a storage of its own
+        self._lent += [
+            (weakref.ref(p), StorageWeakRef(grad.untyped_storage())) for p, grad in zip(parameters, given, strict=True)
+        ]
+        return given
+
+    def take_back(self) -> bool:
+        """
+        Whether the memory can be written to, after gradients that are still needed have moved. Not if somebody else
+        holds on to one; weights get copies from then on.
+        """
+        for reference, storage in self._lent:
+            parameter = reference()
+            if parameter is None or parameter.grad is None or storage.expired():
+                continue
+            if parameter.grad.untyped_storage()._cdata == storage.cdata:
+                parameter.grad.data = parameter.grad.clone()
+        self._lent = [lent for lent in self._lent if not lent[1].expired()]
+        self._lends &= not self._lent
+        return not self._lent
+
     def clear(self) -> None:
+        """Leave the memory to whom it is lent."""
         self._buffers.clear()
+        self._lent.clear()
 
     def __reduce__(self):
         return _Gradients, ()
@@ -214,7 +253,12 @@ class GraphedDecoder(OwnForward[nn.Module]):
         if not (torch.is_grad_enabled() and self.owner.training) or self.failure is not None:
             return self.before(*args, **kwargs)
         call = self._call_of(args, kwargs)
-        graph = None if call is None or self.busy else self._graph_of(call)
+        graph = None
+        if call is not None and not self.busy:
+            if self.gradients.take_back():
+                graph = self._graph_of(call)
+            else:
+                self.release()  # what is held is its holder's; the next graphs have memory of their own
         if graph is None:
             self.others += 1
             return self.before(*args, **kwargs)

@@ -8,6 +8,7 @@ run with `flash_attention_2`: the flash-attn package, or a stand-in on PYTHONPAT
 """
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -31,10 +32,11 @@ ap.add_argument("--one_sample", type=int, default=0, help="rows are one sample o
 ap.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
 ap.add_argument("--gc", type=int, default=1)
 ap.add_argument(
-    "--window",
-    type=int,
-    default=0,
-    help="time the steps after --skip as one window, without synchronising each step or logging",
+    "--timing",
+    choices=["per step", "events", "window"],
+    default="per step",
+    help="synchronise at both ends of a step; or take events of the device, or the steps after --skip as one window, "
+    "with nothing synchronised or logged in between",
 )
 ap.add_argument(
     "--vram", type=float, default=0, help="GiB of device memory this process may use, to stand in for a smaller card"
@@ -73,7 +75,7 @@ kw = {
     "packing": bool(a.packing),
     "per_device_train_batch_size": a.bs,
     "max_steps": a.steps,
-    "logging_steps": 1000 if a.window else 1,
+    "logging_steps": 1 if a.timing == "per step" else 1000,
     "save_strategy": "no",
     "report_to": "none",
     "learning_rate": 1e-4,
@@ -88,25 +90,38 @@ times, losses = [], []
 
 
 class Clock(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
     def on_step_begin(self, args, state, *_, **__):
         if a.profile and state.global_step == a.steps - 2:
             self.profile = torch.profiler.profile()
             self.profile.start()
-        if not a.window or state.global_step == a.skip:
+        if a.timing == "events":
+            self.mark()
+        elif a.timing == "per step" or state.global_step == a.skip:
             torch.cuda.synchronize()
             self.t = time.perf_counter()
 
     def on_step_end(self, args, state, *_, **__):
-        if not a.window:
+        last = state.global_step == a.steps
+        if a.timing == "per step":
             torch.cuda.synchronize()
             times.append(time.perf_counter() - self.t)
-        elif state.global_step == a.steps:
+        elif last:
+            if a.timing == "events":
+                self.mark()
             torch.cuda.synchronize()
-            times.extend([0.0] * a.skip + [(time.perf_counter() - self.t) / (a.steps - a.skip)])
-
-        if a.profile and state.global_step == a.steps:
+            if a.timing == "window":
+                times.extend([0.0] * a.skip + [(time.perf_counter() - self.t) / (a.steps - a.skip)])
+            times.extend(b.elapsed_time(e) / 1e3 for b, e in itertools.pairwise(self.events))
+        if a.profile and last:
             torch.cuda.synchronize()
             self.profile.stop()
+
+    def mark(self):
+        self.events.append(torch.cuda.Event(enable_timing=True))
+        self.events[-1].record()
 
     def on_log(self, args, state, control, logs=None, **_):
         if logs and "loss" in logs:
@@ -167,6 +182,7 @@ result = {
     "one_sample": a.one_sample,
     "dtype": a.dtype,
     "vram": a.vram,
+    "timing": a.timing,
     "set": a.set,
     "median_s": round(median, 4),
     "min_s": round(s[0], 4),

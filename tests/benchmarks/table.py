@@ -12,6 +12,11 @@ from unsloth_trl import GRPOConfig, PatchConfig
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 NAMES = {"ours": "unsloth_trl", "trl": "TRL", "trl_liger": "TRL + Liger", "unsloth": "Unsloth"}
+TIMINGS = {
+    "per step": "median step (fastest step), synchronised at both ends",
+    "events": "median step (fastest step) between events of the device, nothing synchronised",
+    "window": "all steady steps in one window",
+}
 VERSIONED = {"trl": "trl", "trl_liger": "liger-kernel", "unsloth": "unsloth"}
 
 
@@ -22,15 +27,20 @@ def load() -> list[dict]:
 
 
 def _name(row: dict) -> str:
-    name = NAMES[row["mode"]]
+    name = NAMES[row["mode"]] + (", QLoRA with experts in 4 bits" if _is_moe(row) and row["qlora"] else "")
     if row["mode"] in VERSIONED:
         name += f" {row['versions'][VERSIONED[row['mode']]]}"
     return name + (f", `{' '.join(row['set'])}`" if row["set"] else "")
 
 
+def _is_moe(row: dict) -> bool:
+    """Of such a model the rows in 4 bits stand beside those in 16: no peer has any."""
+    return "a3b" in row["model"]
+
+
 def _line(row: dict, rows: list[dict]) -> str:
     stock = next(r for r in rows if r["mode"] == "trl")
-    fastest = f" ({row['tok_s_fastest']:,})" if row["timing"] == "per step" else ""
+    fastest = f" ({row['tok_s_fastest']:,})" if row["timing"] != "window" else ""
     ratio = f"{row['tok_s'] / stock['tok_s']:.2f}x"
     return f"| {_name(row)} | {row['tok_s']:,}{fastest} | {ratio} | {row['peak_gib']} GiB | {row['commit']} |"
 
@@ -59,7 +69,8 @@ def _newest_beside_trl(rows: list[dict], *keys: str) -> list[list[dict]]:
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if _is_current(row):
-            groups.setdefault((*(_sortable(row, key) for key in keys), row["call"]), []).append(row)
+            values = [("", 0) if key == "qlora" and _is_moe(row) else _sortable(row, key) for key in keys]
+            groups.setdefault((*values, row["call"]), []).append(row)
     found = {key[:-1]: group for key, group in sorted(groups.items()) if any(row["mode"] == "trl" for row in group)}
     return list(found.values())
 
@@ -70,7 +81,7 @@ def _where(row: dict) -> str:
 
 def _sft(rows: list[dict]) -> str:
     first = rows[0]
-    how = "median step (fastest step)" if first["timing"] == "per step" else "all steady steps in one window"
+    how = TIMINGS[first["timing"]]
     gc = "gradient checkpointing" if first["gc"] else "activations kept"
     adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
     dtype = "fp16" if first.get("dtype") == "float16" else "bf16"

@@ -109,6 +109,9 @@ def test_memory_stays():
     for seed in range(20):
         run(model, LENGTHS[seed % 3], seed)
     assert torch.cuda.memory_reserved() == before
+    buffers = text_decoder(base_model(model)).__dict__["forward"].gradients._buffers
+    lent = [p.grad.data_ptr() == buffers[p].data_ptr() for p in model.parameters() if p.grad is not None]
+    assert lent and all(lent)
 
 
 def test_a_replay_asks_the_device_for_nothing():

@@ -161,20 +161,41 @@ def test_a_second_forward_before_the_backward_goes_the_usual_way(captures):
     assert captures.replays == 4
 
 
-def test_what_is_kept_is_not_overwritten(captures):
+@pytest.mark.parametrize("view", [False, True])
+def test_what_is_kept_is_not_overwritten(view, captures):
     model = patched()
     kept, grads = [], []
-    for seed in range(5):
+    for seed in range(9):
         for parameter in model.parameters():
             parameter.grad = None
         out = hidden(model, batch(5, 7, seed=seed))
         out.sum().backward()
-        found = [out.detach(), model.model.layers[0].self_attn.q_proj.weight.grad]
+        grad = model.model.layers[0].self_attn.q_proj.weight.grad
+        found = [out.detach(), grad[1:] if view else grad]
+        del grad
         kept.append(found)
         grads.append([t.clone() for t in found])
-    assert captures.replays == 3
+    assert captures.number == 2 and captures.replays == 1 + 3  # captured again after the first was held
     for mine, copies in zip(kept, grads, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, copies, strict=True))
+
+
+def test_gradients_are_lent_and_not_copied(captures):
+    model = patched()
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    for seed in range(5):
+        model.zero_grad()
+        hidden(model, batch(5, 7, seed=seed)).sum().backward()
+    assert captures.replays == 3 and captures.number == 1
+    buffer = graphed(model).gradients._buffers[weight]
+    assert weight.grad.data_ptr() == buffer.data_ptr()
+    first = weight.grad.clone()
+    hidden(model, batch(5, 7, seed=9)).sum().backward()  # one more micro-batch of the same step
+    assert captures.replays == 4 and weight.grad.data_ptr() != buffer.data_ptr()
+    torch.testing.assert_close(weight.grad, first + buffer)
+    model.zero_grad(set_to_none=False)
+    hidden(model, batch(5, 7, seed=9)).sum().backward()
+    assert captures.replays == 5 and torch.equal(weight.grad, buffer) and not torch.equal(first, buffer)
 
 
 def test_two_shapes_share_memory(captures):
