@@ -1,7 +1,7 @@
 """Log-probabilities of a head that is not trained: its gradient is worked out in the forward, while logits are there.
 
-The gradient of a token's log-probability with respect to its hidden state is `(onehot - softmax) @ W`, times one number
-that the loss decides. With that vector kept, the backward needs neither the logits again nor the head: two products
+The gradient of a token's log-probability with respect to its hidden state is `(onehot - softmax) @ W`, and the loss
+decides one factor on it. With that vector kept, the backward needs neither the logits again nor the head: two products
 with the head in all, where recomputing takes three.
 """
 

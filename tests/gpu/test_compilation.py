@@ -24,7 +24,8 @@ def make(model_type, four_bits=False, **config):
     model = tiny_model(model_type, **sizes).to("cuda", torch.bfloat16)
     if four_bits:
         quantize_experts_(model)
-    lora = experts_lora(r=8) if model_type == "qwen3_moe" else LoraConfig(r=8, target_modules=["q_proj", "v_proj", "o_proj"])
+    plain = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "o_proj"])
+    lora = experts_lora(r=8) if model_type == "qwen3_moe" else plain
     torch.manual_seed(0)  # PEFT draws its first factors on the device
     model = get_peft_model(model, lora).train()
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,4 +1,4 @@
-"""Scores of a frozen head and their gradient, worked out in the forward: against TRL's kernel, and the Triton kernel."""
+"""Scores of a frozen head and their gradient from the forward: against TRL's kernel; and the Triton kernel."""
 
 import json
 import os
