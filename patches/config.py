@@ -28,8 +28,8 @@ class PatchConfig:
         lean_lora (`bool`, *optional*, defaults to `True`):
             Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass.
         frozen_head (`bool`, *optional*, defaults to `True`):
-            `SFTTrainer` works out the gradient of a head that is not trained in the forward, while the logits are
-            there, so that the backward needs no logits. `False` leaves such a head to TRL's kernel.
+            The gradient of a head that is not trained is worked out in the forward, while the logits are there, so
+            that the backward needs no logits. `False`, or an entropy in the loss, leaves such a head to TRL's kernel.
         moe_backend (`str`, *optional*):
             What multiplies tokens with stacked experts: `"grouped_mm"` (torch's), `"triton"` (this package's, any CUDA
             card), `"native_torch"` (a loop over the experts) or `"auto"`, which chooses by card and dtype. `None`

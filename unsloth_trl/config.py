@@ -58,7 +58,7 @@ class PatchArguments:
         default=True, metadata={"help": "Plain LoRA layers leave out needless casts, and scale and add in one pass."}
     )
     frozen_head: bool = field(
-        default=True, metadata={"help": "SFT works out the gradient of a head that is not trained in the forward."}
+        default=True, metadata={"help": "The gradient of a head that is not trained is worked out in the forward."}
     )
     moe_backend: MoeBackend | None = field(
         default=None,

@@ -1,5 +1,6 @@
 """Per-token log-probabilities at given positions, without asking the device which positions those are."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ VOCAB_CHUNK = 32768
 
 
 class TokenScores(NamedTuple):
-    """Scores of the labelled tokens, each of shape `(num_labels,)`; `entropy` and `is_top1` carry no loss."""
+    """Scores of the labelled tokens, each of shape `(num_labels,)`; `is_top1` carries no loss."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
@@ -41,10 +42,14 @@ def logit_scale(text_config) -> float:
 def labelled_scores(
     hidden_states: torch.Tensor,
     lm_head: torch.nn.Module,
-    labels: torch.Tensor,
+    targets: torch.Tensor,
     label_positions: torch.Tensor,
     text_config,
+    *,
+    temperature: float = 1.0,
+    in_fp32: bool = False,
     frozen_head: bool = True,
+    entropy_gradient: bool = False,
 ) -> TokenScores:
     """
     Log-probability, entropy and top-1 hit of the labels at `label_positions`, from those rows only.
@@ -54,44 +59,36 @@ def labelled_scores(
     Args:
         hidden_states (`torch.Tensor` of shape `(batch, seq_len, hidden_size)`): Output of the decoder.
         lm_head (`torch.nn.Module`): The head; its weight is read at every call, FSDP and PEFT replace it.
-        labels (`torch.Tensor` of shape `(batch, seq_len)`, int64): Labels, not shifted.
+        targets (`torch.Tensor` of shape `(num_labels,)`, int64): Labelled tokens.
         label_positions (`torch.Tensor` of shape `(num_labels,)`, int64): Flat index into `(batch, seq_len)` of each
-            position that predicts a labelled next token.
+            position that predicts one.
         text_config (`PretrainedConfig`): Where soft-capping and logit scale stand.
+        temperature (`float`, *optional*, defaults to 1.0): The logits are divided by it.
+        in_fp32 (`bool`, *optional*, defaults to `False`): Compute in fp32, outside of autocast, with a head in fp32.
         frozen_head (`bool`, *optional*, defaults to `True`): `False` leaves a frozen head to TRL's kernel too.
+        entropy_gradient (`bool`, *optional*, defaults to `False`): Whether the loss has the entropy in it.
 
     Returns:
         `TokenScores`: In the order of `label_positions`, fp32.
     """
     weight, bias = lm_head.weight, lm_head.bias
-    softcap = getattr(text_config, "final_logit_softcapping", None)
-    if frozen_head and refusal(hidden_states, weight, bias) is None:
-        # a model split over devices may end elsewhere than its head
-        hidden, labels, positions = (x.to(weight.device) for x in (hidden_states, labels, label_positions))
-        scores = frozen_head_scores(
-            hidden.flatten(0, 1).index_select(0, positions),
-            weight,
-            bias,
-            labels.flatten().index_select(0, positions + 1),
-            softcap=softcap,
-            logit_scale=logit_scale(text_config),
-        )
-        return TokenScores(*scores)
-    # FSDP2 keeps sharded parameters as DTensors; the products need the whole matrix
-    if isinstance(weight, DTensor):
-        weight = weight.full_tensor()
-        bias = None if bias is None else bias.full_tensor()
-    hidden_states, labels, label_positions = (x.to(weight.device) for x in (hidden_states, labels, label_positions))
-    with maybe_gather_lm_head_ctx(weight, bias):
-        log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
-            hidden_states.flatten(0, 1).index_select(0, label_positions),
-            weight,
-            bias,
-            labels.flatten().index_select(0, label_positions + 1),
-            1.0,
-            VOCAB_CHUNK,
-            softcap,
-            logit_scale(text_config),
-            ("entropy", "is_top1"),
-        )
+    softcap, scale = getattr(text_config, "final_logit_softcapping", None), logit_scale(text_config)
+    # a model split over devices may end elsewhere than its head
+    hidden, targets, label_positions = (x.to(weight.device) for x in (hidden_states, targets, label_positions))
+    hidden = hidden.flatten(0, 1).index_select(0, label_positions)
+    autocast = contextlib.nullcontext()
+    if in_fp32:
+        hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
+    with autocast:
+        if frozen_head and not entropy_gradient and refusal(hidden, weight, bias) is None:
+            settings = {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
+            return TokenScores(*frozen_head_scores(hidden, weight, bias, targets, **settings))
+        # FSDP2 keeps sharded parameters as DTensors; the products need the whole matrix
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+            bias = None if bias is None else bias.full_tensor()
+        with maybe_gather_lm_head_ctx(weight, bias):
+            log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
+                hidden, weight, bias, targets, temperature, VOCAB_CHUNK, softcap, scale, ("entropy", "is_top1")
+            )
     return TokenScores(log_probs, entropy, is_top1)

@@ -21,6 +21,8 @@ class LabelledForward(OwnForward[PreTrainedModel]):
 
     Called with `fused_lm_head=True` and `label_positions`, it returns a `FusedCausalLMOutput` whose `log_probs`,
     `entropy` and `is_top1` have shape `(num_labels,)`; any other call goes on to the forward that was there before.
+    The labelled tokens are those of `labels`, not shifted, or `label_targets`; `scoring` has keywords of
+    `labelled_scores`.
     """
 
     def __init__(self, model: PreTrainedModel, frozen_head: bool = True):
@@ -40,9 +42,12 @@ class LabelledForward(OwnForward[PreTrainedModel]):
             if fused_lm_head:
                 kwargs["fused_lm_head"] = True
             return self.before(*args, **kwargs)
-        return self._score(args, kwargs, labels, label_positions)
+        targets, scoring = kwargs.pop("label_targets", None), kwargs.pop("scoring", {})
+        if targets is None:
+            targets = labels.flatten().index_select(0, label_positions.to(labels.device) + 1)
+        return self._score(args, kwargs, targets, label_positions, scoring)
 
-    def _score(self, args: tuple, kwargs: dict, labels, label_positions) -> FusedCausalLMOutput:
+    def _score(self, args: tuple, kwargs: dict, targets, label_positions, scoring: dict) -> FusedCausalLMOutput:
         model = self.owner
         text_config = model.config.get_text_config()
         kwargs["use_cache"] = False
@@ -53,10 +58,11 @@ class LabelledForward(OwnForward[PreTrainedModel]):
         scores = labelled_scores(
             outputs.last_hidden_state,
             model.get_output_embeddings(),
-            labels,
+            targets,
             label_positions,
             text_config,
-            self.frozen_head,
+            frozen_head=self.frozen_head,
+            **scoring,
         )
         aux_loss = None
         if router_logits:
@@ -69,10 +75,10 @@ class LabelledForward(OwnForward[PreTrainedModel]):
 
 
 def _real_tokens(kwargs: dict):
-    """What the load-balancing loss counts, `(batch, seq_len)`: every token but padding."""
-    layout = kwargs.get("packed_layout")
-    if layout is None:
-        return kwargs.get("attention_mask")
+    """What the load-balancing loss counts, `(batch, seq_len)`: what it is told to, or every token but padding."""
+    layout, mask = kwargs.get("packed_layout"), kwargs.get("attention_mask")
+    if layout is None or mask is not None:
+        return mask
     # a mask also where nothing is padded: without one, transformers before 5.24 counts with a host synchronisation
     mask = torch.ones_like(layout.position_ids)
     if layout.num_padding:

@@ -13,6 +13,9 @@ TOL = 1e-4
 # one tensor of 94, whose update is small: TRL with sdpa and TRL with eager attention differ by 2.6e-4 there
 LOOSER = {("gemma4_text", False): 3e-4}
 
+# up to 1.8e-4 on a CPU with AVX-512, with TRL's head and with ours; luspo has a step whose gradient has the norm 135
+STEEP = {("cispo", "sequence"), ("cispo", "token"), ("luspo", "token")}
+
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 SEVERAL = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
 
@@ -44,7 +47,7 @@ def test_losses(loss_type, level):
     """With off-policy steps, so that ratios, clipping and old log-probs count."""
     assert_equal(
         "llama",
-        3e-4 if (loss_type, level) == ("cispo", "sequence") else TOL,  # 1.6e-4 on a CPU with AVX-512
+        3e-4 if (loss_type, level) in STEEP else TOL,
         oracle=plain_trl if loss_type == "bnpo" else run_oracle,
         loss_type=loss_type,
         importance_sampling_level=level,

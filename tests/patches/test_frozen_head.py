@@ -15,6 +15,7 @@ from trl.kernels import ChunkedLogProbFunction
 import unsloth_trl
 from tests.numerics import assert_runs_close, run_sft
 from tests.targets import TARGETS, Recorder, compile_for
+from tests.trainers.grpo_runs import run_oracle, run_ours
 from unsloth_trl.patches.lm_head import frozen
 from unsloth_trl.patches.lm_head.frozen import frozen_head_scores, launch_score, score_reference, tokens_at_once
 
@@ -129,6 +130,43 @@ def test_training_is_the_same(model_type):
     assert "TRL's kernel" in runs["off"].trainer.patch_report["lm_head"].detail
     assert_runs_close(runs["on"], runs["off"], 1e-4)
     assert_runs_close(runs["on"], runs["trl"], 1e-4)
+
+
+GRPO = {
+    "kl": {"beta": 0.1},
+    "delta": {"delta": 1.5, "num_iterations": 2},
+    "sequence": {"importance_sampling_level": "sequence", "num_iterations": 2},
+    "temperature": {"temperature": 0.6},
+    "fp32": {"cast_lm_head_to_fp32": True},
+    "quantile": {"top_entropy_quantile": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", GRPO)
+def test_grpo_is_the_same(case):
+    runs = {
+        name: run("llama", lora=True, **GRPO[case], **config)
+        for name, run, config in (
+            ("on", run_ours, {}),
+            ("off", run_ours, {"frozen_head": False}),
+            ("trl", run_oracle, {}),
+        )
+    }
+    assert_runs_close(runs["on"], runs["off"], 1e-4)
+    assert_runs_close(runs["on"], runs["trl"], 1e-4)
+
+
+def test_an_entropy_in_the_loss_goes_to_trls(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "unsloth_trl.patches.lm_head.op.frozen_head_scores",
+        lambda *a, **k: calls.append(1) or frozen_head_scores(*a, **k),
+    )
+    runs = [run("llama", lora=True, entropy_coef=0.05) for run in (run_ours, run_oracle)]
+    assert_runs_close(*runs, 1e-4)
+    assert not calls
+    run_ours("llama", lora=True)
+    assert calls
 
 
 def test_a_head_that_is_trained_goes_to_trls(monkeypatch):

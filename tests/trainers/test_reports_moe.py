@@ -132,7 +132,8 @@ def test_b83_heads_of_every_size(vocab):
     labels = torch.randint(0, vocab, (1, 5), generator=generator)
     labels[0, 2] = -100
     positions = torch.tensor([0, 2, 3])  # which predict the labels 1, 3 and 4
-    scores = labelled_scores(hidden, head, labels, positions, tiny_config("llama", vocab_size=vocab))
+    targets, text_config = labels[0, positions + 1], tiny_config("llama", vocab_size=vocab)
+    scores = labelled_scores(hidden, head, targets, positions, text_config)
     logits = torch.nn.functional.linear(hidden.double(), head.weight.double())
     expected = logits.log_softmax(-1)[0, positions, labels[0, positions + 1]]
     torch.testing.assert_close(scores.log_probs.double(), expected, rtol=1e-4, atol=1e-4)
@@ -142,5 +143,5 @@ def test_b83_heads_of_every_size(vocab):
     (eager,) = torch.autograd.grad(single.sum(), hidden)
     assert relative_error(ours, theirs) < max(1e-5, 1.5 * relative_error(eager, theirs))
     assert not ours[0, 1].any() and not ours[0, 4].any()  # what predicts no label
-    none = labelled_scores(hidden, head, labels, positions[:0], tiny_config("llama", vocab_size=vocab))
+    none = labelled_scores(hidden, head, targets[:0], positions[:0], text_config)
     assert none.log_probs.shape == (0,) and torch.isfinite(none.log_probs.sum())

@@ -125,12 +125,9 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
         self._refusal = self._why_not_shared()
         self._keeps_batches = self._why_batches_stay()
         config = PatchConfig.from_args(self.args)
-        skip = {
-            "lm_head": "TRL's head, with its temperature and entropy",
-            "cuda_graphs": "the rows of every batch have other lengths",
-        }
+        skip = {"cuda_graphs": "the rows of every batch have other lengths"}
         if self._refusal:
-            skip["attention"] = f"the rows are TRL's: {self._refusal}"
+            skip["attention"] = skip["lm_head"] = f"the rows are TRL's: {self._refusal}"
         if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:
             skip["checkpointing"] = reason
         config = settle_policy(config, self)
@@ -353,24 +350,39 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
             self._count(rows, groups, packed.num_tokens, width)
             packed = packed.to(ids.device)
             source, position, label, target = packed.split()
-            shift_labels = ids.new_full((packed.num_tokens,), IGNORE).index_copy_(0, position, ids[label])
             extra = {"attention_mask": packed.weights, "output_router_logits": True} if compute_aux_loss else {}
             with self.accelerator.autocast():
                 outputs = model(
                     input_ids=ids[source][None],
                     position_ids=packed.layout.position_ids,
                     packed_layout=packed.layout,
-                    shift_labels=shift_labels[None],
                     fused_lm_head=True,
+                    **self._labels(model, ids[label], position, packed.num_tokens),
                     **extra,
                 )
-            log_probs = _scatter(log_probs, batch * logits_to_keep, target, outputs.log_probs[0], position)
+            found = [outputs.log_probs, outputs.entropy]
+            if found[0].ndim == 2:  # of TRL's head: of all tokens of the row
+                found = [scores[0].index_select(0, position) for scores in found]
+            log_probs = _scatter(log_probs, batch * logits_to_keep, target, found[0])
             if compute_entropy:
-                entropy = _scatter(entropy, batch * logits_to_keep, target, outputs.entropy[0], position)
+                entropy = _scatter(entropy, batch * logits_to_keep, target, found[1])
             if compute_aux_loss:
                 aux_loss = outputs.aux_loss
         shape = (batch, logits_to_keep)
         return log_probs.view(shape), entropy.view(shape) if compute_entropy else None, aux_loss
+
+    def _labels(self, model, targets: torch.Tensor, position: torch.Tensor, num_tokens: int) -> dict[str, Any]:
+        """The labelled tokens of a packed row for the model's head."""
+        report = current_report(self.accelerator.unwrap_model(model))
+        if not report["lm_head"].applied:
+            labels = targets.new_full((num_tokens,), IGNORE).index_copy_(0, position, targets)
+            return {"shift_labels": labels[None]}
+        scoring = {
+            "temperature": self.temperature,
+            "in_fp32": self.args.cast_lm_head_to_fp32,
+            "entropy_gradient": self._entropy_bonus_enabled,
+        }
+        return {"label_positions": position, "label_targets": targets, "scoring": scoring}
 
     def _count(self, rows: list[Row], groups: list[list[int]], num_tokens: int, width: int) -> None:
         counts = self.token_counts
@@ -411,7 +423,7 @@ def _permute(value: Any, order: list[int]) -> Any:
     return value
 
 
-def _scatter(result, size: int, target: torch.Tensor, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """`result`, zeros at first, with the scores at `position` of the packed row in their places of the batch."""
+def _scatter(result, size: int, target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """`result`, zeros at first, with the scores of the labelled tokens in their places of the batch."""
     result = scores.new_zeros(size) if result is None else result
-    return result.scatter(0, target, scores.index_select(0, position))
+    return result.scatter(0, target, scores)
