@@ -1,24 +1,26 @@
 """Log-probabilities of a head that is not trained: its gradient is worked out in the forward, while logits are there.
 
-The gradient of a token's log-probability with respect to its hidden state is `(onehot - softmax) @ W`, and the loss
+The gradient of a token's log-probability with respect to its hidden state is `W[target] - softmax @ W`, and the loss
 decides one factor on it. With that vector kept, the backward needs neither the logits again nor the head: two products
-with the head in all, where recomputing takes three.
+with the head in all, where recomputing takes three. The softmax is summed up chunk by chunk of the vocabulary, with
+the exponentials of a running maximum.
 """
 
 import importlib.util
-import math
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 
-# Bytes of the logits that are there at once. As many tokens as that, so that the products stay large.
+# Logits that are there at once: of so many tokens, and of as many columns as that leaves.
+MOST_TOKENS = 4096
 LOGITS_BYTES = 256 * 2**20
-LEAST_TOKENS = 128
-_BLOCK = 4096
-# What probabilities become at most in fp16, so that those of a large vocabulary are no subnormal numbers.
-_FP16_RANGE = 4096.0
+_COLUMNS = 1024
+_BLOCK = 2048
+# What exponentials are in fp16 at most: those of a large vocabulary would be subnormal numbers.
+_FP16_FACTOR = 4096.0
 
 
 def refusal(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
@@ -39,120 +41,166 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def tokens_at_once(num_tokens: int, vocab_size: int, itemsize: int) -> int:
-    """Tokens of a chunk: of equal size but for the last, and no more than `LOGITS_BYTES` of logits."""
-    most = max(LEAST_TOKENS, LOGITS_BYTES // (vocab_size * itemsize) // LEAST_TOKENS * LEAST_TOKENS)
-    chunks = max(1, -(-num_tokens // most))
-    return max(1, -(-num_tokens // (chunks * LEAST_TOKENS))) * LEAST_TOKENS
+def chunks(num_tokens: int, vocab_size: int, itemsize: int) -> tuple[int, int]:
+    """Tokens and columns of a tile of logits, those of all tiles but the last ones."""
+    rows = max(1, -(-num_tokens // -(-num_tokens // MOST_TOKENS))) if num_tokens else 1
+    most = max(_COLUMNS, LOGITS_BYTES // (rows * itemsize) // _COLUMNS * _COLUMNS)
+    tiles = -(-vocab_size // most)
+    return rows, min(vocab_size, -(-vocab_size // (tiles * _COLUMNS)) * _COLUMNS)
 
 
-def score_reference(
-    logits, targets, log_probs, entropy, is_top1, *, logit_scale, softcap, temperature, factor, gradient
-):
+class State(NamedTuple):
+    """
+    What is known of each token, `(num_tokens,)` each, after some columns of its logits.
+
+    Args:
+        top (`torch.Tensor`): Their maximum.
+        total (`torch.Tensor`): Sum of the exponentials of what is left of each without the maximum.
+        weighted (`torch.Tensor`): Sum of the same times the logits.
+        before (`torch.Tensor`): Maximum over the columns before the target.
+        own, slope (`torch.Tensor`): The target's logit, and the derivative of its soft cap.
+    """
+
+    top: torch.Tensor
+    total: torch.Tensor
+    weighted: torch.Tensor
+    before: torch.Tensor
+    own: torch.Tensor
+    slope: torch.Tensor
+
+    @classmethod
+    def start(cls, like: torch.Tensor, num_tokens: int) -> "State":
+        """Before any column; rows of one tensor, in which the maximum is finite, so that no difference is NaN."""
+        values = like.new_zeros(6, num_tokens, dtype=torch.promote_types(like.dtype, torch.float32))
+        values[0], values[3] = -3e38, -float("inf")
+        return cls(*values)
+
+    def of(self, part: slice) -> "State":
+        """The state of some tokens."""
+        return State(*(value[part] for value in self))
+
+
+class Scoring(NamedTuple):
+    """What becomes of the head's output before the softmax, in this order: factor, soft cap, temperature."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+def fold_reference(logits, targets, state: State, rescale, start: int, scoring: Scoring, factor, gradient) -> None:
     """
     The kernel in plain PyTorch.
 
     Args:
-        logits (`torch.Tensor` of shape `(num_tokens, vocab_size)`): Output of the head; if `gradient`, it is
-            overwritten with the gradient of each token's log-probability with respect to it, times `factor`.
+        logits (`torch.Tensor` of shape `(num_tokens, num_cols)`): Output of the head for the columns from `start`; if
+            `gradient`, overwritten with their exponentials without the maximum, times `factor` and their soft caps'
+            derivatives.
         targets (`torch.Tensor` of shape `(num_tokens,)`, int64): Tokens.
-        log_probs, entropy, is_top1 (`torch.Tensor` of shape `(num_tokens,)`, fp32, fp32 and bool): Written to.
+        state (`State`): Written to.
+        rescale (`torch.Tensor` of shape `(num_tokens,)`): Written to: what earlier exponentials are to be multiplied
+            with.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    z, slope = logits.to(wide) * logit_scale, 1.0
-    if softcap is not None:
-        squashed = torch.tanh(z / softcap)
-        z, slope = softcap * squashed, 1 - squashed * squashed
-    z = z / temperature
-    log_p = z.log_softmax(-1)
-    p = log_p.exp()
-    at = targets.unsqueeze(-1)
-    log_probs.copy_(log_p.gather(-1, at).squeeze(-1))
-    entropy.copy_(-torch.where(p > 0, p * log_p, 0).sum(-1))
-    is_top1.copy_(z.argmax(-1) == targets)
+    z, slope = logits.to(state.top.dtype) * scoring.logit_scale, torch.ones((), dtype=state.top.dtype)
+    if scoring.softcap is not None:
+        squashed = torch.tanh(z / scoring.softcap)
+        z, slope = scoring.softcap * squashed, 1 - squashed * squashed
+    z = z / scoring.temperature
+    columns = torch.arange(start, start + z.shape[1], device=z.device)
+    state.before.copy_(torch.maximum(state.before, z.masked_fill(columns >= targets[:, None], -float("inf")).amax(1)))
+    here = (targets >= start) & (targets < start + z.shape[1])
+    at = (targets - start).clamp(0, z.shape[1] - 1)[:, None]
+    for value, columns in ((state.own, z), (state.slope, slope.expand_as(z))):
+        value.copy_(torch.where(here, columns.gather(1, at)[:, 0], value))
+    top = torch.maximum(state.top, z.amax(1))
+    rescale.copy_((state.top - top).exp())
+    e = (z - top[:, None]).exp()
+    state.top.copy_(top)
+    state.total.mul_(rescale).add_(e.sum(1))
+    state.weighted.mul_(rescale).add_(torch.where(e > 0, e * z, 0).sum(1))
     if gradient:
-        p = p.neg_()
-        p.scatter_add_(-1, at, torch.ones_like(at, dtype=p.dtype))
-        logits.copy_(p * slope * (logit_scale * factor / temperature))
+        logits.copy_(e * slope * factor)
 
 
 def _use_kernel(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
 
-def launch_score(logits, targets, log_probs, entropy, is_top1, *, logit_scale, softcap, temperature, factor, gradient):
-    """`score_reference` through the kernel."""
-    from .kernels import score_kernel
+def launch_fold(logits, targets, state: State, rescale, start: int, scoring: Scoring, factor, gradient) -> None:
+    """`fold_reference` through the kernel."""
+    from .kernels import fold_kernel
 
     if not logits.shape[0]:
         return
     with torch.cuda.device_of(logits):
-        score_kernel[(logits.shape[0],)](
+        fold_kernel[(logits.shape[0],)](
             logits,
             targets,
-            log_probs,
-            entropy,
-            is_top1,
+            state.top,  # and the others behind it
+            rescale,
+            logits.stride(0),
+            state.total.storage_offset() - state.top.storage_offset(),
+            start,
             logits.shape[1],
-            float(logit_scale),
-            float(softcap or 1.0),
-            1.0 / temperature,
+            float(scoring.logit_scale),
+            float(scoring.softcap or 1.0),
+            1.0 / scoring.temperature,
             float(factor),
-            SOFTCAP=softcap is not None,
+            SOFTCAP=scoring.softcap is not None,
             GRADIENT=gradient,
             BLOCK=_BLOCK,
             num_warps=8,
         )
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """`out = a @ b` with an fp32 `out`, not rounded on the way where the device can do that."""
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total += a @ b` with an fp32 `total`, not rounded on the way where the device can do that."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        out.copy_(a @ b)
+        total += a @ b
 
 
-def _score(hidden, weight, bias, targets, temperature, softcap, logit_scale, gradient):
-    """Scores, and with `gradient` that of the log-probabilities times the factor that comes last."""
-    num_tokens, (vocab_size, width) = hidden.shape[0], weight.shape
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    log_probs, entropy = (hidden.new_empty(num_tokens, dtype=wide) for _ in range(2))
-    is_top1 = hidden.new_empty(num_tokens, dtype=torch.bool)
-    chunk = tokens_at_once(num_tokens, vocab_size, weight.dtype.itemsize)
-    logits = weight.new_empty(min(chunk, num_tokens), vocab_size)
-    direction = hidden.new_empty(num_tokens, width, dtype=wide) if gradient else None
-    factor = 1.0
-    if (kernel := _use_kernel(logits)) and weight.dtype == torch.float16:
-        factor = 2.0 ** math.floor(math.log2(_FP16_RANGE * temperature / max(abs(logit_scale), 1e-6)))
+def _score(hidden, weight, bias, targets, scoring: Scoring, gradient: bool):
+    """Scores, and with `gradient` that of the log-probabilities."""
+    num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    rows, columns = chunks(num_tokens, vocab_size, weight.dtype.itemsize)
+    state = State.start(hidden, num_tokens)
+    rescale = torch.empty_like(state.top)
+    logits = weight.new_empty(min(rows, num_tokens) * columns)
+    direction = hidden.new_zeros(hidden.shape, dtype=state.top.dtype) if gradient else None
+    kernel = _use_kernel(logits)
+    factor = _FP16_FACTOR if kernel and weight.dtype == torch.float16 else 1.0
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, min(start + chunk, num_tokens))
-            rows = logits[: part.stop - start]
-            torch.mm(hidden[part].to(weight.dtype), weight.t(), out=rows)
-            if bias is not None:
-                rows += bias.to(rows.dtype)
-            (launch_score if kernel else score_reference)(
-                rows,
-                targets[part],
-                log_probs[part],
-                entropy[part],
-                is_top1[part],
-                logit_scale=logit_scale,
-                softcap=softcap,
-                temperature=temperature,
-                factor=factor,
-                gradient=gradient,
-            )
+        for first in range(0, num_tokens, rows):
+            part = slice(first, min(first + rows, num_tokens))
+            some = hidden[part].to(weight.dtype)
+            for start in range(0, vocab_size, columns):
+                head = weight[start : start + columns]
+                tile = logits[: some.shape[0] * head.shape[0]].view(some.shape[0], head.shape[0])
+                torch.mm(some, head.t(), out=tile)
+                if bias is not None:
+                    tile += bias[start : start + columns].to(tile.dtype)
+                fold = launch_fold if kernel else fold_reference
+                fold(tile, targets[part], state.of(part), rescale[part], start, scoring, factor, gradient)
+                if gradient:
+                    if start:
+                        direction[part].mul_(rescale[part, None])
+                    _add_product(direction[part], tile, head)
             if gradient:
-                _product(rows, weight, direction[part])
-    return log_probs, entropy, is_top1, direction, factor
+                own = weight[targets[part]].to(direction.dtype).mul_(state.slope[part, None])
+                direction[part].div_(state.total[part, None] * -factor).add_(own)
+        if gradient:
+            direction *= scoring.logit_scale / scoring.temperature
+    log_z = state.top + state.total.log()
+    is_top1 = (state.own >= state.top) & (state.own > state.before)
+    return state.own - log_z, log_z - state.weighted / state.total, is_top1, direction
 
 
 class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, *rest):
-        log_probs, entropy, is_top1, direction, ctx.factor = _score(hidden, *rest, gradient=True)
+        log_probs, entropy, is_top1, direction = _score(hidden, *rest, gradient=True)
         ctx.set_materialize_grads(False)
         ctx.dtype = hidden.dtype
         ctx.save_for_backward(direction)
@@ -163,9 +211,9 @@ class _FrozenHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, *_):
         if grad is None:
-            return (None,) * 7
+            return (None,) * 5
         (direction,) = ctx.saved_tensors
-        return (direction * (grad / ctx.factor).unsqueeze(-1)).to(ctx.dtype), *[None] * 6
+        return (direction * grad.unsqueeze(-1)).to(ctx.dtype), *[None] * 4
 
 
 def frozen_head_scores(
@@ -194,7 +242,7 @@ def frozen_head_scores(
     Returns:
         `log_probs`, `entropy` (fp32) and `is_top1` (bool), each of shape `(num_tokens,)`.
     """
-    inputs = (hidden, weight, bias, targets, temperature, softcap, logit_scale)
+    inputs = (hidden, weight, bias, targets, Scoring(logit_scale, softcap, temperature))
     if torch.is_grad_enabled() and hidden.requires_grad:
         return _FrozenHead.apply(*inputs)
     with torch.no_grad():

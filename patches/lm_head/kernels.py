@@ -1,4 +1,4 @@
-"""Triton kernel of the frozen head: from the logits of some tokens to their scores, and to a gradient in place."""
+"""Triton kernel of the frozen head: folds the logits of some columns into what is known of each token."""
 
 import triton
 import triton.language as tl
@@ -16,62 +16,65 @@ def _logits(row, cols, mask, logit_scale, softcap, inv_t, SOFTCAP: tl.constexpr)
 
 
 @triton.jit
-def score_kernel(
-    logits,  # (num_tokens, vocab_size), contiguous; overwritten if GRADIENT
+def fold_kernel(
+    logits,  # (num_tokens, stride), of which num_cols; overwritten if GRADIENT
     targets,  # (num_tokens,) int64
-    log_probs,  # (num_tokens,) fp32
-    entropy,  # (num_tokens,) fp32
-    is_top1,  # (num_tokens,) bool
-    vocab_size,
+    state,  # (6, state_stride) fp32: see `State`
+    rescale,  # (num_tokens,) fp32
+    stride,
+    state_stride,
+    start,
+    num_cols,
     logit_scale,
     softcap,
     inv_t,
-    factor,  # on the gradient
+    factor,  # on what is written
     SOFTCAP: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """
-    The scores of one token, and the gradient of its log-probability with respect to what the head put out.
+    Columns `start` to `start + num_cols` of one token: first their maximum, then the sums, the exponentials in place.
 
-    Each lane keeps a maximum and sums of its own, and they are brought together once: nothing is reduced in the loop.
+    Each lane keeps sums of its own, and they are brought together once: nothing is reduced in a loop.
     """
     token = tl.program_id(0).to(tl.int64)
-    row = logits + token * vocab_size
-    target = tl.load(targets + token)
+    row = logits + token * stride
+    own_col = tl.load(targets + token) - start
+    here = (own_col >= 0) & (own_col < num_cols)
     lanes = tl.arange(0, BLOCK)
-    # finite, so that a lane without a column has no NaN
-    highest = tl.full((BLOCK,), -3.0e38, dtype=tl.float32)
+    highest = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
     before = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)  # of columns before the target
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        cols = start + lanes
-        mask = cols < vocab_size
+    for first in range(0, num_cols, BLOCK):
+        cols = first + lanes
+        mask = cols < num_cols
         z, _ = _logits(row, cols, mask, logit_scale, softcap, inv_t, SOFTCAP)
         z = tl.where(mask, z, -float("inf"))
-        before = tl.maximum(before, tl.where(cols < target, z, -float("inf")))
-        new = tl.maximum(highest, z)
-        shrink = tl.exp(highest - new)
-        e = tl.exp(z - new)
-        total = total * shrink + e
-        weighted = weighted * shrink + tl.where(e > 0, e * z, 0.0)
-        highest = new
-    top = tl.max(highest, axis=0)
-    shrink = tl.exp(highest - top)
-    total_sum = tl.sum(total * shrink, axis=0)
-    log_z = top + tl.log(total_sum)
-    own, _ = _logits(row, target, target < vocab_size, logit_scale, softcap, inv_t, SOFTCAP)
-    tl.store(log_probs + token, own - log_z)
-    tl.store(entropy + token, log_z - tl.sum(weighted * shrink, axis=0) / total_sum)
-    # the first of equal maxima is the one that counts
-    tl.store(is_top1 + token, (own >= top) & (own > tl.max(before, axis=0)))
-    if GRADIENT:
-        tl.debug_barrier()  # every thread has read the target's logit
-        for start in range(0, vocab_size, BLOCK):
-            cols = start + lanes
-            mask = cols < vocab_size
-            z, slope = _logits(row, cols, mask, logit_scale, softcap, inv_t, SOFTCAP)
-            grad = tl.where(cols == target, 1.0, 0.0) - tl.exp(z - log_z)
-            grad = grad * slope * (inv_t * logit_scale * factor)
-            tl.store(row + cols, grad.to(logits.dtype.element_ty), mask=mask)
+        highest = tl.maximum(highest, z)
+        before = tl.maximum(before, tl.where(cols < own_col, z, -float("inf")))
+    if here:
+        own, own_slope = _logits(row, own_col, here, logit_scale, softcap, inv_t, SOFTCAP)
+        tl.store(state + 4 * state_stride + token, own)
+        tl.store(state + 5 * state_stride + token, own_slope)
+    tl.debug_barrier()  # every thread has read the target's logit
+    before_ptr = state + 3 * state_stride + token
+    tl.store(before_ptr, tl.maximum(tl.load(before_ptr), tl.max(before, axis=0)))
+    old = tl.load(state + token)
+    top = tl.maximum(old, tl.max(highest, axis=0))
+    shrink = tl.exp(old - top)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, num_cols, BLOCK):
+        cols = first + lanes
+        mask = cols < num_cols
+        z, slope = _logits(row, cols, mask, logit_scale, softcap, inv_t, SOFTCAP)
+        e = tl.where(mask, tl.exp(z - top), 0.0)
+        total += e
+        weighted += tl.where(e > 0, e * z, 0.0)
+        if GRADIENT:
+            tl.store(row + cols, (e * slope * factor).to(logits.dtype.element_ty), mask=mask)
+    tl.store(state + token, top)
+    total_ptr, weighted_ptr = state + state_stride + token, state + 2 * state_stride + token
+    tl.store(total_ptr, tl.load(total_ptr) * shrink + tl.sum(total, axis=0))
+    tl.store(weighted_ptr, tl.load(weighted_ptr) * shrink + tl.sum(weighted, axis=0))
+    tl.store(rescale + token, shrink)

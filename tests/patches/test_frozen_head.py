@@ -17,7 +17,7 @@ from tests.numerics import assert_runs_close, run_sft
 from tests.targets import TARGETS, Recorder, compile_for
 from tests.trainers.grpo_runs import run_oracle, run_ours
 from unsloth_trl.patches.lm_head import frozen
-from unsloth_trl.patches.lm_head.frozen import frozen_head_scores, launch_score, score_reference, tokens_at_once
+from unsloth_trl.patches.lm_head.frozen import Scoring, State, chunks, fold_reference, frozen_head_scores, launch_fold
 
 
 ROOT = Path(__file__).parents[2]
@@ -57,8 +57,8 @@ def trls(hidden, weight, bias, targets, temperature=1.0, softcap=None, logit_sca
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_trls(case, bias, monkeypatch):
-    monkeypatch.setattr(frozen, "LOGITS_BYTES", 1)
-    monkeypatch.setattr(frozen, "LEAST_TOKENS", 8)  # three chunks
+    for name, value in {"LOGITS_BYTES": 1, "_COLUMNS": 16, "MOST_TOKENS": 8}.items():  # three by four tiles
+        monkeypatch.setattr(frozen, name, value)
     inputs = draw(bias)
     expected, actual = (run(*inputs, **CASES[case]) for run in (trls, frozen_head_scores))
     for mine, theirs in zip(actual, expected, strict=True):
@@ -100,10 +100,19 @@ def test_two_products_and_none_of_them_in_the_backward():
 
 
 @pytest.mark.parametrize(
-    "num_tokens, vocab_size, expected", [(4096, 151936, 768), (100, 1000, 128), (5000, 128, 5120), (9000, 10**8, 128)]
+    "num_tokens, vocab_size, expected",
+    [
+        (4096, 151936, (4096, 30720)),
+        (5000, 151936, (2500, 51200)),
+        (100, 1000, (100, 1000)),
+        (9000, 10**8, (3000, 44032)),
+        (0, 128, (1, 128)),
+    ],
 )
-def test_tokens_at_once(num_tokens, vocab_size, expected):
-    assert tokens_at_once(num_tokens, vocab_size, 2) == expected
+def test_chunks(num_tokens, vocab_size, expected):
+    assert chunks(num_tokens, vocab_size, 2) == expected
+    rows, columns = expected
+    assert rows * columns * 2 <= frozen.LOGITS_BYTES
 
 
 def test_what_is_refused():
@@ -180,7 +189,8 @@ def test_a_head_that_is_trained_goes_to_trls(monkeypatch):
         run_sft(unsloth_trl, "llama", packing=True, lora=True)
 
 
-def through_kernel(run, dtype, vocab, factor=1.0, gradient=True, **settings):
+def folded(run, dtype, vocab, scoring, factor, gradient):
+    """Two pieces of columns, one after the other: what is left of the logits, the state and the factors."""
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(7, vocab, generator=generator) * 3).to(dtype)
     targets = torch.randint(vocab, (7,), generator=generator)
@@ -188,9 +198,12 @@ def through_kernel(run, dtype, vocab, factor=1.0, gradient=True, **settings):
     logits[2] = -float("inf")
     logits[2, :2] = 1.0  # a tie, and no probability elsewhere
     targets[2] = 1
-    outputs = [torch.full((7,), float("nan")), torch.full((7,), float("nan")), torch.zeros(7, dtype=torch.bool)]
-    run(logits, targets, *outputs, factor=factor, gradient=gradient, **settings)
-    return [logits, *outputs]
+    state, cut, found = State.start(logits, 9).of(slice(1, 8)), vocab // 3, []
+    for start, end in ((0, cut), (cut, vocab)):
+        tile, rescale = logits[:, start:end].clone(), torch.full((7,), float("nan"))
+        run(tile, targets, state, rescale, start, scoring, factor, gradient)
+        found += [tile, rescale]
+    return [*found, *state]
 
 
 def interpreted() -> list:
@@ -202,17 +215,14 @@ def interpreted() -> list:
     frozen._BLOCK = 64
     wrong = []
     for dtype in (torch.float32, torch.float16):
-        for vocab in (50, 64, 200):
+        for vocab in (50, 192, 400):
             for name, case in CASES.items():
                 for gradient in (True, False):
-                    settings = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0} | case
-                    settings |= {"factor": 64.0, "gradient": gradient}
-                    mine, theirs = (
-                        through_kernel(run, dtype, vocab, **settings) for run in (launch_score, score_reference)
-                    )
+                    settings = (dtype, vocab, Scoring(**case), 64.0, gradient)
                     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-                    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                        small = tolerance * (16 if i == 0 else 1)  # gradients have the factor in them
+                    pairs = zip(folded(launch_fold, *settings), folded(fold_reference, *settings), strict=True)
+                    for i, (a, b) in enumerate(pairs):
+                        small = tolerance * (16 if i in (0, 2) else 1)  # exponentials have the factor in them
                         if not torch.allclose(a.float(), b.float(), rtol=tolerance, atol=small):
                             wrong.append([str(dtype), vocab, name, gradient, i])
     return wrong
@@ -236,11 +246,10 @@ def test_kernel_compiles(target, vocab, softcap, monkeypatch):
     pytest.importorskip("triton")
     from unsloth_trl.patches.lm_head import kernels
 
-    recorder, kernel = Recorder(), kernels.score_kernel
-    monkeypatch.setattr(kernels, "score_kernel", recorder)
+    recorder, kernel = Recorder(), kernels.fold_kernel
+    monkeypatch.setattr(kernels, "fold_kernel", recorder)
     logits = torch.empty(4, vocab, dtype=target.dtype, device="meta")
-    scores = [torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.float32, torch.float32, torch.bool)]
-    settings = {"logit_scale": 1.0, "softcap": softcap, "temperature": 0.5, "factor": 1.0, "gradient": True}
-    launch_score(logits, *scores, **settings)
+    state, targets = State(*torch.empty(6, 4, device="meta")), torch.empty(4, dtype=torch.int64, device="meta")
+    launch_fold(logits, targets, state, state.top, 2048, Scoring(1.0, softcap, 0.5), 1.0, True)
     ((_, args, kwargs),) = recorder.launches
     assert compile_for(target, kernel, *args, **kwargs).metadata.shared <= target.shared
