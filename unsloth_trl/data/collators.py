@@ -15,7 +15,7 @@ IGNORE = -100
 
 STEP = 256  # tokens
 BOUNDARIES = 16
-LEAST_SEQLEN = 512
+LEAST_SEQLEN = 1024
 FULL = 0.98  # of a batch's tokens, from which on it is padded to all of them
 
 
