@@ -89,9 +89,9 @@ class LayerCheckpoint:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 options["preserve_rng_state"] = False  # a graph has no random state to read, and nothing that draws
             return _retried(function, lambda run: torch_checkpoint(plan.watched(run), *args, **options))
-        ran = plan.watched(function)
+        options = self.options | kwargs
         with Offload(plan.offloader, action == "recompute", plan.refused):
-            return torch_checkpoint(ran, *args, **(self.options | kwargs))
+            return _retried(function, lambda run: torch_checkpoint(plan.watched(run), *args, **options))
 
     def torch_checkpoint(self) -> Callable:
         """What transformers would have put in this place."""

@@ -194,13 +194,15 @@ def test_long_rows_are_cut_into_tiles_and_not_compiled(untranslated, monkeypatch
     assert_runs_close(on, off, 1e-4)
 
 
-def test_a_compiler_that_fails_leaves_the_run_as_it_is(monkeypatch, caplog):
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+def test_a_compiler_that_fails_leaves_the_run_as_it_is(policy, monkeypatch, caplog):
     def broken(graph, inputs):
         raise FileNotFoundError("no C compiler here")
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
-    on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **PACKED)
-    off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
+    config = PACKED | {"gradient_checkpointing": True, "checkpoint_policy": policy}
+    on = run_sft(unsloth_trl, "llama", lora=True, compile_layers="on", **config)
+    off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **config)
     assert_runs_close(on, off, 1e-6)
     assert "no C compiler here" in str(entry(on.trainer).detail)
     assert "compile_layers='off'" in caplog.text
