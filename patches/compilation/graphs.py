@@ -7,20 +7,19 @@ graph is looked up by, and what a graph cannot do goes the usual way.
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checkpointing.policy import Plan
 from ..layout import PackedLayout
 from ..owner import OwnForward
+from .gradients import LentGradients
 from .layers import HookWatch
 
 
@@ -74,13 +73,23 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        if ctx.token is None:
+        ctx.token = None
+        return grad, None
+
+
+class _Once:
+    """In front of the backward of a replay: there is no second one, whichever output it comes from."""
+
+    def __init__(self):
+        self.ran = False
+
+    def __call__(self, grads: tuple) -> None:
+        if self.ran:
             raise RuntimeError(
                 "a second backward through a forward from a CUDA graph, whose activations are gone; set "
                 "cuda_graphs='off' for retain_graph=True"
             )
-        ctx.token = None
-        return grad, None
+        self.ran = True
 
 
 class _Callable(nn.Module):
@@ -129,20 +138,16 @@ class _Graph:
         self.gradients = decoder.gradients
         self.module = _Callable(decoder, call, self.parameters)
         self.sample = (call.input_ids.clone(), self.module.layout._buffer)
-        hooks = [p.register_hook(decoder.gradients.writer(p)) for p in self.parameters]
-        try:
-            with _without_cache(call.input_ids.device.type):
-                self.graphed = torch.cuda.make_graphed_callables(
-                    self.module, self.sample, allow_unused_input=True, pool=pool
-                )
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self.gradients.capture(self.parameters), _without_cache(call.input_ids.device.type):
+            self.graphed = torch.cuda.make_graphed_callables(
+                self.module, self.sample, allow_unused_input=True, pool=pool
+            )
 
     def __call__(self, call: Call, token: _Token) -> Any:
         tensors = self.graphed(call.input_ids, call.layout._buffer)
         node = next((tensor.grad_fn for tensor in tensors if tensor.requires_grad), None)
         if node is not None:
+            node.register_prehook(_Once())
             node.register_hook(self._own_gradients)
         call.layout.reached.add("attention")  # by the kernels of the replay
         # the next replay writes to the same memory
@@ -151,67 +156,12 @@ class _Graph:
         )
 
     def _own_gradients(self, grads: tuple, _) -> tuple:
-        """Others for weights that have no gradient yet: autograd would copy the graph's own one by one."""
+        """What is given out of the memory that the next replay writes to."""
         inputs = len(self.sample)
-        taken = [i for i, p in enumerate(self.parameters, inputs) if p.grad is None and grads[i] is not None]
+        taken = [i for i in range(inputs, inputs + len(self.parameters)) if grads[i] is not None]
         given = self.gradients.give([self.parameters[i - inputs] for i in taken], [grads[i] for i in taken])
         own = dict(zip(taken, given, strict=True))
         return tuple(own.get(i, grad) for i, grad in enumerate(grads))
-
-
-class _Gradients:
-    """
-    Where the graphs of a decoder leave the gradients of weights: the same memory in all of them.
-
-    That memory is lent: a weight without a gradient gets it as its own, until the next replay, before which what is
-    still there moves elsewhere. Who holds on to it otherwise is noticed.
-    """
-
-    def __init__(self):
-        self._buffers = WeakIdKeyDictionary()
-        self._lent: list[tuple[weakref.ref, StorageWeakRef]] = []
-        self._lends = True
-
-    def writer(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A hook that moves a gradient there; what it was in is free for the rest of the graph."""
-        if parameter not in self._buffers:
-            self._buffers[parameter] = torch.empty_like(parameter, requires_grad=False)
-        return self._buffers[parameter].copy_
-
-    def give(self, parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What weights that have no gradient yet are to keep as theirs."""
-        if not parameters:
-            return []
-        if not self._lends:
-            return torch._foreach_mul(grads, 1)
-        given = [torch.from_dlpack(grad) for grad in grads]  # each with a storage of its own
-        self._lent += [
-            (weakref.ref(p), StorageWeakRef(grad.untyped_storage())) for p, grad in zip(parameters, given, strict=True)
-        ]
-        return given
-
-    def take_back(self) -> bool:
-        """
-        Whether the memory can be written to, after gradients that are still needed have moved. Not if somebody else
-        holds on to one; weights get copies from then on.
-        """
-        for reference, storage in self._lent:
-            parameter = reference()
-            if parameter is None or parameter.grad is None or storage.expired():
-                continue
-            if parameter.grad.untyped_storage()._cdata == storage.cdata:
-                parameter.grad.data = parameter.grad.clone()
-        self._lent = [lent for lent in self._lent if not lent[1].expired()]
-        self._lends &= not self._lent
-        return not self._lent
-
-    def clear(self) -> None:
-        """Leave the memory to whom it is lent."""
-        self._buffers.clear()
-        self._lent.clear()
-
-    def __reduce__(self):
-        return _Gradients, ()
 
 
 class GraphedDecoder(OwnForward[nn.Module]):
@@ -232,7 +182,7 @@ class GraphedDecoder(OwnForward[nn.Module]):
         self._plan = None if plan is None else weakref.ref(plan)
         self.failure: str | None = None
         self.replays = self.others = 0
-        self.gradients = _Gradients()
+        self.gradients = LentGradients()
         self._graphs: dict[tuple, _Graph] = {}
         self._runs: dict[tuple, int] = {}
         self._pool: Any = None
@@ -316,6 +266,8 @@ class GraphedDecoder(OwnForward[nn.Module]):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
+            trained = [p for p in self.owner.parameters() if p.requires_grad]
+            self.gradients.keep([*trained, *(p for graph in self._graphs.values() for p in graph.parameters)])
             self._graphs[key] = _Graph(self, call, self._pool)
         except (RuntimeError, AssertionError) as error:  # torch's own for what cannot be captured, and for memory
             self.give_up(error)

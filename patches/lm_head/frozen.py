@@ -10,6 +10,7 @@ import importlib.util
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -23,14 +24,14 @@ _BLOCK = 2048
 _FP16_FACTOR = 4096.0
 
 
-def refusal(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+def refusal(weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why the head's gradient cannot be worked out in the forward, or `None` if it can."""
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "the head is trained"
     if isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
         return "the head is sharded"
-    if weight.dtype != _compute_dtype(hidden):
-        return f"the head is {weight.dtype} and computes in {_compute_dtype(hidden)}"
+    if type(weight) not in (torch.Tensor, nn.Parameter) or not weight.is_floating_point():
+        return f"the head is a {type(weight).__name__} of {weight.dtype}"
     if torch.compiler.is_compiling():
         return "it is being compiled"
     return None
@@ -163,20 +164,20 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _score(hidden, weight, bias, targets, scoring: Scoring, gradient: bool):
     """Scores, and with `gradient` that of the log-probabilities."""
-    num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    rows, columns = chunks(num_tokens, vocab_size, weight.dtype.itemsize)
+    num_tokens, vocab_size, dtype = hidden.shape[0], weight.shape[0], _compute_dtype(hidden)
+    rows, columns = chunks(num_tokens, vocab_size, dtype.itemsize)
     state = State.start(hidden, num_tokens)
     rescale = torch.empty_like(state.top)
-    logits = weight.new_empty(min(rows, num_tokens) * columns)
+    logits = hidden.new_empty(min(rows, num_tokens) * columns, dtype=dtype)
     direction = hidden.new_zeros(hidden.shape, dtype=state.top.dtype) if gradient else None
     kernel = _use_kernel(logits)
-    factor = _FP16_FACTOR if kernel and weight.dtype == torch.float16 else 1.0
+    factor = _FP16_FACTOR if kernel and dtype == torch.float16 else 1.0
     with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, num_tokens, rows):
             part = slice(first, min(first + rows, num_tokens))
-            some = hidden[part].to(weight.dtype)
+            some = hidden[part].to(dtype)
             for start in range(0, vocab_size, columns):
-                head = weight[start : start + columns]
+                head = weight[start : start + columns].to(dtype)
                 tile = logits[: some.shape[0] * head.shape[0]].view(some.shape[0], head.shape[0])
                 torch.mm(some, head.t(), out=tile)
                 if bias is not None:
@@ -188,7 +189,7 @@ def _score(hidden, weight, bias, targets, scoring: Scoring, gradient: bool):
                         direction[part].mul_(rescale[part, None])
                     _add_product(direction[part], tile, head)
             if gradient:
-                own = weight[targets[part]].to(direction.dtype).mul_(state.slope[part, None])
+                own = weight[targets[part]].to(dtype).to(direction.dtype) * state.slope[part, None]
                 direction[part].div_(state.total[part, None] * -factor).add_(own)
         if gradient:
             direction *= scoring.logit_scale / scoring.temperature
@@ -204,12 +205,17 @@ class _FrozenHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtype = hidden.dtype
         ctx.save_for_backward(direction)
-        ctx.mark_non_differentiable(entropy, is_top1)
+        ctx.mark_non_differentiable(is_top1)
         return log_probs, entropy, is_top1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, *_):
+    def backward(ctx, grad, grad_entropy, *_):
+        if grad_entropy is not None:
+            raise RuntimeError(
+                "the entropy of a frozen head is part of the loss, and its gradient was not worked out; set "
+                "frozen_head=False"
+            )
         if grad is None:
             return (None,) * 5
         (direction,) = ctx.saved_tensors
@@ -232,7 +238,8 @@ def frozen_head_scores(
     Args:
         hidden (`torch.Tensor` of shape `(num_tokens, hidden_size)`): Hidden states; the only input with a gradient,
             and only that of the log-probabilities.
-        weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): The head, in the dtype that it computes in.
+        weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): The head. It computes in the dtype of autocast,
+            if that is on, else in that of `hidden`.
         bias (`torch.Tensor` of shape `(vocab_size,)`, *optional*): Its bias.
         targets (`torch.Tensor` of shape `(num_tokens,)`, int64): Tokens.
         temperature (`float`, *optional*, defaults to 1.0): The logits are divided by it.
@@ -241,6 +248,9 @@ def frozen_head_scores(
 
     Returns:
         `log_probs`, `entropy` (fp32) and `is_top1` (bool), each of shape `(num_tokens,)`.
+
+    Raises:
+        RuntimeError: In the backward, if the loss has the entropy in it.
     """
     inputs = (hidden, weight, bias, targets, Scoring(logit_scale, softcap, temperature))
     if torch.is_grad_enabled() and hidden.requires_grad:

@@ -80,7 +80,7 @@ def labelled_scores(
     if in_fp32:
         hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
     with autocast:
-        if frozen_head and not entropy_gradient and refusal(hidden, weight, bias) is None:
+        if frozen_head and not entropy_gradient and refusal(weight, bias) is None:
             settings = {"temperature": temperature, "softcap": softcap, "logit_scale": scale}
             return TokenScores(*frozen_head_scores(hidden, weight, bias, targets, **settings))
         # FSDP2 keeps sharded parameters as DTensors; the products need the whole matrix

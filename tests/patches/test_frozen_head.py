@@ -63,7 +63,7 @@ def test_equals_trls(case, bias, monkeypatch):
     expected, actual = (run(*inputs, **CASES[case]) for run in (trls, frozen_head_scores))
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert 0 < actual[2].sum() < TOKENS and not actual[1].requires_grad
+    assert 0 < actual[2].sum() < TOKENS
     weights = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
     (theirs,) = torch.autograd.grad((expected[0] * weights).sum(), inputs[0])
     (mine,) = torch.autograd.grad((actual[0] * weights).sum(), inputs[0])
@@ -116,13 +116,32 @@ def test_chunks(num_tokens, vocab_size, expected):
 
 
 def test_what_is_refused():
-    hidden, weight, bias, _ = draw(bias=True)
-    assert frozen.refusal(hidden, weight, bias) is None
-    assert frozen.refusal(hidden, weight.clone().requires_grad_(), bias) == "the head is trained"
-    assert frozen.refusal(hidden, weight, bias.clone().requires_grad_()) == "the head is trained"
+    _, weight, bias, _ = draw(bias=True)
+    assert frozen.refusal(weight, bias) is None
+    assert frozen.refusal(weight.clone().requires_grad_(), bias) == "the head is trained"
+    assert frozen.refusal(weight, bias.clone().requires_grad_()) == "the head is trained"
+    assert "uint8" in frozen.refusal(weight.to(torch.uint8), None)
+
+    class Packed(torch.Tensor):
+        pass
+
+    assert "Packed" in frozen.refusal(weight.as_subclass(Packed), None)
+
+
+def test_an_fp32_head_under_autocast():
+    inputs = draw()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert "computes in torch.bfloat16" in frozen.refusal(hidden, weight, bias)
-        assert frozen.refusal(hidden, weight.bfloat16(), None) is None
+        (theirs, _, _), (mine, _, _) = (run(*inputs) for run in (trls, frozen_head_scores))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    theirs, mine = (torch.autograd.grad(scores.sum(), inputs[0])[0] for scores in (theirs, mine))
+    torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    assert mine.dtype == torch.float32
+
+
+def test_an_entropy_in_the_loss_is_not_lost():
+    log_probs, entropy, _ = frozen_head_scores(*draw())
+    with pytest.raises(RuntimeError, match="frozen_head=False"):
+        (log_probs.sum() + 0.1 * entropy.sum()).backward()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "qwen3_moe"])

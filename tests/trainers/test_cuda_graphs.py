@@ -198,6 +198,59 @@ def test_gradients_are_lent_and_not_copied(captures):
     assert captures.replays == 5 and torch.equal(weight.grad, buffer) and not torch.equal(first, buffer)
 
 
+def test_other_ways_to_get_a_gradient(captures):
+    """`torch.autograd.grad`, a hook on a weight, and a view that follows its gradient, next to gradients of before."""
+    model = patched()
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    for seed in range(4):
+        model.zero_grad()
+        hidden(model, batch(5, 7, seed=seed)).sum().backward()
+    kept = []
+    weight.register_hook(lambda grad: kept.append((grad, grad.clone())))
+    hidden(model, batch(5, 7, seed=4)).sum().backward()
+    (grad,) = torch.autograd.grad(hidden(model, batch(5, 7, seed=5)).sum(), weight)
+    kept.append((grad, grad.clone()))
+    for seed in range(6, 12):
+        hidden(model, batch(5, 7, seed=seed)).sum().backward()
+    assert captures.replays > 3 and len(kept) > 7
+    assert all(torch.equal(*pair) for pair in kept)
+
+
+def test_a_view_follows_its_gradient(captures):
+    model = patched()
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    for seed in range(4):
+        model.zero_grad()
+        hidden(model, batch(5, 7, seed=seed)).sum().backward()
+    view = weight.grad.view(-1)
+    before = view.clone()
+    hidden(model, batch(5, 7, seed=4)).sum().backward()
+    assert torch.equal(view, weight.grad.view(-1)) and not torch.equal(view, before)
+
+
+def test_hooks_on_weights_run_once(captures):
+    runs = []
+    for model in (patched(), patched().eval()):  # the second is never captured
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        weight.register_hook(lambda grad: grad * 2)
+        for seed in range(5):
+            model.zero_grad()
+            hidden(model, batch(5, 7, seed=seed)).sum().backward()
+        runs.append(weight.grad)
+    assert captures.replays == 3
+    torch.testing.assert_close(*runs)
+
+
+def test_memory_of_weights_that_are_frozen_goes(captures):
+    model = patched()
+    for frozen in (False, True):
+        model.model.layers.requires_grad_(not frozen)
+        for seed in range(4):
+            hidden(model, batch(5, 7, seed=seed)).sum().backward()
+    trained = sum(p.requires_grad for p in model.model.parameters())
+    assert captures.number == 2 and len(graphed(model).gradients._buffers) == trained
+
+
 def test_two_shapes_share_memory(captures):
     model = patched()
     for _ in range(3):
@@ -282,6 +335,13 @@ def test_a_second_backward_raises(captures):
     kept.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="cuda_graphs='off'"):
         kept.backward()
+    outputs = attention.text_decoder(model)(**batch(5, 7), output_hidden_states=True)  # another graph, of more outputs
+    for _ in range(3):
+        del outputs
+        outputs = attention.text_decoder(model)(**batch(5, 7), output_hidden_states=True)
+    outputs.last_hidden_state.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="cuda_graphs='off'"):
+        outputs.hidden_states[1].sum().backward()
 
 
 def test_what_python_decides_on_is_captured_again(captures):

@@ -116,6 +116,7 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
         self._said: set[str] = set()
         self.token_counts = TokenCounts()
         super().__init__(model, reward_funcs, args, *trl_args, **trl_kwargs)
+        self._head_temperature = self.temperature  # as in TRL's head, which keeps the one that it was made with
         if not self._patched:
             self._refusal = "patches='none'"
             self.patch_report = PatchReport(base_model(self.model), [PatchEntry("all", (), self._refusal)])
@@ -362,7 +363,7 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
                 )
             found = [outputs.log_probs, outputs.entropy]
             if found[0].ndim == 2:  # of TRL's head: of all tokens of the row
-                found = [scores[0].index_select(0, position) for scores in found]
+                found = [None if scores is None else scores[0].index_select(0, position) for scores in found]
             log_probs = _scatter(log_probs, batch * logits_to_keep, target, found[0])
             if compute_entropy:
                 entropy = _scatter(entropy, batch * logits_to_keep, target, found[1])
@@ -378,7 +379,7 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
             labels = targets.new_full((num_tokens,), IGNORE).index_copy_(0, position, targets)
             return {"shift_labels": labels[None]}
         scoring = {
-            "temperature": self.temperature,
+            "temperature": self._head_temperature,
             "in_fp32": self.args.cast_lm_head_to_fp32,
             "entropy_gradient": self._entropy_bonus_enabled,
         }
