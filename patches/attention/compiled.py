@@ -78,9 +78,8 @@ def _flash_attn_by_layout(
     name, batch_info, rest = _arguments(handle, batch * seq_len, query.device, window)
     rows = pad_heads(*map(_rows, (query, key, value)))
     out, lse = getattr(torch.ops.unsloth_trl, name)(*rows, *batch_info, scale, *rest)
-    if out.shape[-1] != value.shape[-1]:
-        out = out[..., : value.shape[-1]].contiguous()
-    return out.unflatten(0, (batch, seq_len)), lse
+    # a kernel's output and gradients have the strides of its queries, and a graph has to know them before
+    return out[..., : value.shape[-1]].contiguous().unflatten(0, (batch, seq_len)), lse
 
 
 @_flash_attn_by_layout.register_fake
@@ -112,7 +111,6 @@ def _flash_attn_by_layout_backward(
     grad_out, out = (torch.nn.functional.pad(x.flatten(0, 1), (0, size - x.shape[-1])) for x in (grad_out, out))
     backward = getattr(torch.ops.unsloth_trl, f"{name}_backward")
     grads = backward(grad_out.contiguous(), *rows, out, lse, *batch_info, scale, *rest)
-    # a kernel's gradients have the strides of what it was given, and a graph has to know them before
     return tuple(
         grad[..., : x.shape[-1]].contiguous().unflatten(0, (batch, seq_len)).transpose(1, 2)
         for grad, x in zip(grads, (query, key, value), strict=True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..owner import OwnForward
+from ..quantization.experts import is_experts
 from .policy import Place, Plan
 
 
@@ -166,8 +167,9 @@ def _works_by_token(module: nn.Module) -> bool:
     if _has_dropout(module):
         return False
     for part in module.modules():
-        if any(p.ndim > 2 for p in part.parameters(recurse=False)):
-            return False  # a stack of experts, or a convolution over tokens
+        # a stack of experts, whose weights in 4 bits are flat, or a convolution over tokens
+        if is_experts(part) or any(p.ndim > 2 for p in part.parameters(recurse=False)):
+            return False
     return True
 
 

@@ -16,6 +16,7 @@ from unsloth_trl.patches.checkpointing.patch import current_plan
 from unsloth_trl.patches.checkpointing.policy import Plan
 from unsloth_trl.patches.checkpointing.settings import Notch
 from unsloth_trl.patches.checkpointing.tiles import TiledForward, tileable
+from unsloth_trl.patches.quantization.experts import quantize_experts_
 from unsloth_trl.patches.registry import base_model
 
 
@@ -160,6 +161,10 @@ def test_what_is_tiled():
     moe = tiny_model("qwen3_moe")
     kinds = {type(module).__name__ for module, _ in tileable(moe.model, list(moe.model.layers))}
     assert "Qwen3MoeSparseMoeBlock" not in kinds and "Qwen3MoeRMSNorm" in kinds
+    four_bits = tiny_model("gpt_oss")
+    quantize_experts_(four_bits)
+    kinds = {type(module).__name__ for module, _ in tileable(four_bits.model, list(four_bits.model.layers))}
+    assert "GptOssMLP" not in kinds and "GptOssRMSNorm" in kinds
     dropout = get_peft_model(tiny_model("llama"), lora_config("llama", lora_dropout=0.1))
     decoder = base_model(dropout).model
     assert {place for _, place in tileable(decoder, list(decoder.layers))} == {"layer", "outside"}

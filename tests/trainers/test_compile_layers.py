@@ -12,6 +12,7 @@ from tests.numerics import assert_runs_close, make_trainer, run_sft
 from tests.tiny import ARCHITECTURES, tiny_model
 from tests.trainers.grpo_runs import run_ours
 from unsloth_trl.patches.attention import compiled, patch
+from unsloth_trl.patches.attention import op as attention_op
 from unsloth_trl.patches.checkpointing import settings
 from unsloth_trl.patches.checkpointing.tiles import TiledForward
 from unsloth_trl.patches.compilation import layers
@@ -146,6 +147,35 @@ def test_attention_op(seqlens, parents):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     arguments = tuple(x.detach().requires_grad_() for x in (query, key, value))
     torch.library.opcheck(torch.ops.unsloth_trl.flash_attn_by_layout, (*arguments, handle, 0.3, 0))
+
+
+def test_queries_in_any_order_in_memory(monkeypatch, untranslated):
+    """A kernel's output and gradients have the strides of its queries, as `torch.cat` of rotated halves leaves them."""
+    real, real_backward = attention_op.varlen_attention_reference, attention_op.varlen_attention_backward_reference
+
+    def like(found, given):
+        return torch.empty_like(given).copy_(found)
+
+    def forward(query, *rest):
+        out, lse = real(query, *rest)
+        return like(out, query), lse
+
+    def backward(grad, *rest):
+        return tuple(like(*pair) for pair in zip(real_backward(grad, *rest), rest, strict=False))
+
+    monkeypatch.setattr(attention_op, "varlen_attention_reference", forward)
+    monkeypatch.setattr(attention_op, "varlen_attention_backward_reference", backward)
+    handle = compiled.hold(PackedLayout([3, 4]))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, n, 7, 8, generator=generator).requires_grad_() for n in (4, 2, 2)]
+
+    def attend(query, key, value):
+        return compiled.flash_attn_by_layout(query, key, value, handle, 0.3, None).reshape(1, 7, -1) * 2
+
+    expected, found = attend(*inputs), torch.compile(attend, backend="aot_eager")(*inputs)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_layout_that_is_gone_says_what_to_change():
