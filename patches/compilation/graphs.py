@@ -175,13 +175,14 @@ class GraphedDecoder(OwnForward[nn.Module]):
     Attributes:
         failure (`str` or `None`): Why nothing is captured any more.
         replays, others (`int`): Training forwards that came from a graph, and those that did not.
+        tokens, padding (`int`): Tokens of the replays, and those that were added for the shape alone.
     """
 
     def __init__(self, decoder: nn.Module, plan: Plan | None):
         super().__init__(decoder)
         self._plan = None if plan is None else weakref.ref(plan)
         self.failure: str | None = None
-        self.replays = self.others = 0
+        self.replays = self.others = self.tokens = self.padding = 0
         self.gradients = LentGradients()
         self._graphs: dict[tuple, _Graph] = {}
         self._runs: dict[tuple, int] = {}
@@ -213,6 +214,8 @@ class GraphedDecoder(OwnForward[nn.Module]):
             self.others += 1
             return self.before(*args, **kwargs)
         self.replays += 1
+        self.tokens += call.layout.num_tokens
+        self.padding += call.layout.own_padding
         token = _Token()
         self._pending = weakref.ref(token)
         return graph(call, token)
@@ -295,7 +298,8 @@ class GraphedDecoder(OwnForward[nn.Module]):
         if self.failure is not None:
             return f"given up ({self.failure})"
         total = self.replays + self.others
-        return f"{self.num_graphs} shapes captured; {self.replays} of {total} training forwards so far"
+        share = f", {self.padding / self.tokens:.1%} of their tokens padding for the shape" if self.tokens else ""
+        return f"{self.num_graphs} shapes captured; {self.replays} of {total} training forwards so far{share}"
 
     def release(self) -> None:
         """Give the graphs' memory back."""

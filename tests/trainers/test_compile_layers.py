@@ -150,7 +150,7 @@ def test_attention_op(seqlens, parents):
 
 
 def test_queries_in_any_order_in_memory(monkeypatch, untranslated):
-    """A kernel's output and gradients have the strides of its queries, as `torch.cat` of rotated halves leaves them."""
+    """A kernel gives the strides of its queries, as `torch.cat` of rotated halves leaves them."""
     real, real_backward = attention_op.varlen_attention_reference, attention_op.varlen_attention_backward_reference
 
     def like(found, given):

@@ -274,6 +274,17 @@ def test_gradients_of_all_shapes_are_left_in_one_place(captures):
     assert not any(p._backward_hooks for p in model.parameters())
 
 
+def test_the_report_says_how_much_is_padding(captures):
+    model = patched()
+    for seed in range(4):
+        inputs = batch(5, 7, 4, seed=seed)
+        inputs["packed_layout"].own_padding = 4
+        hidden(model, inputs).sum().backward()
+    assert str(graphed(model)) == (
+        "1 shapes captured; 2 of 4 training forwards so far, 25.0% of their tokens padding for the shape"
+    )
+
+
 def test_the_graph_used_least_goes_first(captures, monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     model = patched()
