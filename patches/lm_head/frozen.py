@@ -73,7 +73,8 @@ class State(NamedTuple):
     def start(cls, like: torch.Tensor, num_tokens: int) -> "State":
         """Before any column; rows of one tensor, in which the maximum is finite, so that no difference is NaN."""
         values = like.new_zeros(6, num_tokens, dtype=torch.promote_types(like.dtype, torch.float32))
-        values[0], values[3] = -3e38, -float("inf")
+        values[0].fill_(-3e38)  # not by an index, which would wait for the device
+        values[3].fill_(-float("inf"))
         return cls(*values)
 
     def of(self, part: slice) -> "State":
@@ -252,7 +253,7 @@ def frozen_head_scores(
     Raises:
         RuntimeError: In the backward, if the loss has the entropy in it.
     """
-    inputs = (hidden, weight, bias, targets, Scoring(logit_scale, softcap, temperature))
+    inputs = (hidden, weight, bias, targets.contiguous(), Scoring(logit_scale, softcap, temperature))
     if torch.is_grad_enabled() and hidden.requires_grad:
         return _FrozenHead.apply(*inputs)
     with torch.no_grad():
