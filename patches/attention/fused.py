@@ -157,7 +157,7 @@ def launch_backward(grad, query, key, value, out, lse, tables, scale, softcap, w
     given = (query, key, value, grad, lse, delta)
     _launch(
         fused_kernels.attention_backward_q_kernel,
-        (tables.q_tiles.shape[0], heads),
+        (tables.d_tiles.shape[0], heads),
         *given,
         dq,
         tables.d_tiles,

@@ -32,11 +32,17 @@ def _load_span(spans, span):
 
 
 @triton.jit
-def _load_rows(base, rows, live, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a matrix, zeros for those that are not live and beyond its columns."""
+def _load_rows(base, rows, live, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr = True):
+    """Rows of a matrix, zeros beyond its columns and, if `MASKED`, for those that are not live."""
     cols = tl.arange(0, BLOCK)
-    mask = live[:, None] & (cols < SIZE)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    at = base + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    if MASKED:
+        value = tl.load(at, mask=live[:, None] & (cols < SIZE)[None, :], other=0.0)
+    elif SIZE == BLOCK:
+        value = tl.load(at)
+    else:
+        value = tl.load(at, mask=(cols < SIZE)[None, :], other=0.0)
+    return value
 
 
 @triton.jit
@@ -74,6 +80,16 @@ def _keys_of(k_start, k_end, k_pos, first_pos, last_pos, window, WINDOW: tl.cons
 
 
 @triton.jit
+def _whole(start, k_start, k_end, k_pos, first_pos, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the blocks of keys from `start` on end that all queries from `first_pos` on see whole."""
+    seen_by_all = tl.minimum(k_end, k_start + tl.maximum(first_pos - k_pos + 1, 0))
+    whole = start
+    if not WINDOW:
+        whole = start + tl.maximum(seen_by_all - start, 0) // BLOCK * BLOCK
+    return whole
+
+
+@triton.jit
 def _queries_of(q_start, q_end, q_pos, first_pos, last_pos, window, WINDOW: tl.constexpr):
     """The rows of a span that may see keys at positions from `first_pos` to `last_pos`."""
     start = tl.minimum(q_start + tl.maximum(first_pos - q_pos, 0), q_end)
@@ -89,6 +105,43 @@ def _seen(q_pos, k_pos, live, window, WINDOW: tl.constexpr):
     if WINDOW:
         seen &= q_pos - k_pos < window
     return seen
+
+
+@triton.jit
+def _attend(acc, total, top, scores, value):
+    """One block of keys more in an online softmax to the base of 2."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    # a row that has seen nothing yet has no finite maximum
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+    return acc, total * fade + tl.sum(weights, 1), higher
+
+
+@triton.jit
+def _backward_q(acc, query, key, value, d_out, level, inner, seen, scale, softcap, SOFTCAP: tl.constexpr):
+    """One block of keys more in the gradient of queries; `seen` is `None` where every query sees every key."""
+    scores, slope = _scores(query, key, scale, softcap, SOFTCAP)
+    weights = tl.exp2(scores * LOG2E - level[:, None])
+    if seen is not None:
+        weights = tl.where(seen, weights, 0.0)
+    d_weights = tl.dot(d_out, tl.trans(value), input_precision="ieee")
+    d_scores = weights * (d_weights - inner[:, None]) * slope
+    return tl.dot(d_scores.to(key.dtype), key, acc, input_precision="ieee")
+
+
+@triton.jit
+def _backward_kv(d_key, d_value, key, value, query, d_out, level, inner, seen, scale, softcap, SOFTCAP: tl.constexpr):
+    """One block of queries more in the gradients of keys and values, with scores that have a row for each key."""
+    scores, slope = _scores(key, query, scale, softcap, SOFTCAP)
+    weights = tl.exp2(scores * LOG2E - level[None, :])
+    if seen is not None:
+        weights = tl.where(seen, weights, 0.0)
+    d_value = tl.dot(weights.to(d_out.dtype), d_out, d_value, input_precision="ieee")
+    d_weights = tl.dot(value, tl.trans(d_out), input_precision="ieee")
+    d_scores = weights * (d_weights - inner[None, :]) * slope
+    return tl.dot(d_scores.to(query.dtype), query, d_key, input_precision="ieee"), d_value
 
 
 @triton.jit
@@ -141,22 +194,20 @@ def attention_forward_kernel(
     while span < last_span:
         k_start, k_end, k_pos0 = _load_span(spans, span)
         start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
-        for n in range(start, end, BLOCK_N):
+        whole = _whole(start, k_start, k_end, k_pos0, first_pos, BLOCK_N, WINDOW)
+        for n in range(start, whole, BLOCK_N):
+            key = _load_rows(k, n + tl.arange(0, BLOCK_N), live, stride_k, SIZE, BLOCK_D, MASKED=False)
+            scores, _ = _scores(query, key, scale, softcap, SOFTCAP)
+            value = _load_rows(v, n + tl.arange(0, BLOCK_N), live, stride_v, V_SIZE, BLOCK_DV, MASKED=False)
+            acc, total, top = _attend(acc, total, top, scores * LOG2E, value)
+        for n in range(whole, end, BLOCK_N):
             cols = n + tl.arange(0, BLOCK_N)
             inside = cols < end
             key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
             scores, _ = _scores(query, key, scale, softcap, SOFTCAP)
             seen = _seen(q_pos[:, None], (k_pos0 + cols - k_start)[None, :], inside[None, :], window, WINDOW)
-            scores = tl.where(seen, scores * LOG2E, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            # a row that has seen nothing yet has no finite maximum
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - base[:, None])
-            fade = tl.exp2(top - base)
-            total = total * fade + tl.sum(weights, 1)
             value = _load_rows(v, cols, inside, stride_v, V_SIZE, BLOCK_DV)
-            acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
-            top = higher
+            acc, total, top = _attend(acc, total, top, tl.where(seen, scores * LOG2E, float("-inf")), value)
         span += 1
     _store_rows(out + head * stride_oh, acc / total[:, None], rows, live, stride_o, V_SIZE, BLOCK_DV)
     tl.store(lse + head * num_tokens + rows, (top + tl.log2(total)) / LOG2E, mask=live)
@@ -211,17 +262,18 @@ def attention_backward_q_kernel(
     while span < last_span:
         k_start, k_end, k_pos0 = _load_span(spans, span)
         start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
-        for n in range(start, end, BLOCK_N):
+        whole = _whole(start, k_start, k_end, k_pos0, first_pos, BLOCK_N, WINDOW)
+        for n in range(start, whole, BLOCK_N):
+            key = _load_rows(k, n + tl.arange(0, BLOCK_N), live, stride_k, SIZE, BLOCK_D, MASKED=False)
+            value = _load_rows(v, n + tl.arange(0, BLOCK_N), live, stride_v, V_SIZE, BLOCK_DV, MASKED=False)
+            acc = _backward_q(acc, query, key, value, d_out, level, inner, None, scale, softcap, SOFTCAP)
+        for n in range(whole, end, BLOCK_N):
             cols = n + tl.arange(0, BLOCK_N)
             inside = cols < end
             key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
             value = _load_rows(v, cols, inside, stride_v, V_SIZE, BLOCK_DV)
-            scores, slope = _scores(query, key, scale, softcap, SOFTCAP)
             seen = _seen(q_pos[:, None], (k_pos0 + cols - k_start)[None, :], inside[None, :], window, WINDOW)
-            weights = tl.where(seen, tl.exp2(scores * LOG2E - level[:, None]), 0.0)
-            d_weights = tl.dot(d_out, tl.trans(value), input_precision="ieee")
-            d_scores = weights * (d_weights - inner[:, None]) * slope
-            acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision="ieee")
+            acc = _backward_q(acc, query, key, value, d_out, level, inner, seen, scale, softcap, SOFTCAP)
         span += 1
     _store_rows(dq + head * stride_dqh, acc * scale, rows, live, stride_dq, SIZE, BLOCK_D)
 
@@ -279,22 +331,36 @@ def attention_backward_kv_kernel(
         while span < last_span:
             q_start, q_end, q_pos0 = _load_span(spans, span)
             start, end = _queries_of(q_start, q_end, q_pos0, first_pos, last_pos, window, WINDOW)
-            for m in range(start, end, BLOCK_M):
+            # blocks that see all keys of this one: behind the diagonal, and before the last rows of the span
+            first, last = end, end
+            if not WINDOW:
+                behind = tl.maximum(q_start + last_pos - q_pos0 - start, 0)
+                first = tl.minimum(start + tl.cdiv(behind, BLOCK_M) * BLOCK_M, end)
+                last = first + (end - first) // BLOCK_M * BLOCK_M
+            for m in range(first, last, BLOCK_M):
+                rows = m + tl.arange(0, BLOCK_M)
+                query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D, MASKED=False)
+                d_out = _load_rows(grad + head * stride_gh, rows, live, stride_g, V_SIZE, BLOCK_DV, MASKED=False)
+                level = tl.load(lse + head * num_tokens + rows) * LOG2E
+                inner = tl.load(delta + head * num_tokens + rows)
+                d_key, d_value = _backward_kv(
+                    d_key, d_value, key, value, query, d_out, level, inner, None, scale, softcap, SOFTCAP
+                )
+            # the others, first those in front of them and then those behind
+            skipped = last - first
+            for step in range(start, end - skipped, BLOCK_M):
+                m = tl.where(step < first, step, step + skipped)
                 rows = m + tl.arange(0, BLOCK_M)
                 inside = rows < end
                 query = _load_rows(q + head * stride_qh, rows, inside, stride_q, SIZE, BLOCK_D)
                 d_out = _load_rows(grad + head * stride_gh, rows, inside, stride_g, V_SIZE, BLOCK_DV)
                 level = tl.load(lse + head * num_tokens + rows, mask=inside, other=0.0) * LOG2E
                 inner = tl.load(delta + head * num_tokens + rows, mask=inside, other=0.0)
-                # scores with a row for each key
-                scores, slope = _scores(key, query, scale, softcap, SOFTCAP)
                 both = inside[None, :] & live[:, None]
                 seen = _seen((q_pos0 + rows - q_start)[None, :], k_pos[:, None], both, window, WINDOW)
-                weights = tl.where(seen, tl.exp2(scores * LOG2E - level[None, :]), 0.0)
-                d_value = tl.dot(weights.to(d_out.dtype), d_out, d_value, input_precision="ieee")
-                d_weights = tl.dot(value, tl.trans(d_out), input_precision="ieee")
-                d_scores = weights * (d_weights - inner[None, :]) * slope
-                d_key = tl.dot(d_scores.to(query.dtype), query, d_key, input_precision="ieee")
+                d_key, d_value = _backward_kv(
+                    d_key, d_value, key, value, query, d_out, level, inner, seen, scale, softcap, SOFTCAP
+                )
             span += 1
     _store_rows(dk + kv_head * stride_dkh, d_key * scale, cols, live, stride_dk, SIZE, BLOCK_D)
     _store_rows(dv + kv_head * stride_dvh, d_value, cols, live, stride_dv, V_SIZE, BLOCK_DV)

@@ -21,6 +21,7 @@ LAYOUTS = {
     "two groups": ([7, 18, 5, 6, 3], [-1, -1, 0, 0, 1]),
     "tree": ([6, 4, 17, 3, 5, 9, 2, 1], [-1, 0, 0, 1, 1, 2, 3, 6]),
     "empty prompt": ([0, 8, 5], [-1, 0, 0]),
+    "long": ([150, 40, 83], [-1, 0, 0]),
 }
 # heads, kv heads, head size, value size
 HEADS = {
@@ -43,8 +44,10 @@ CASES = [
     *((layout, "gqa", "all") for layout in LAYOUTS),
     *(("tree", "gqa", kind) for kind in KINDS if kind != "all"),
     *(("ragged", heads, "all") for heads in HEADS if heads != "gqa"),
+    *(("long", "odd", kind) for kind in ("plain", "softcap", "sinks")),
 ]
-BLOCKS = fused.Blocks(16, 16, 4, 1)
+# of forward, gradients of queries, and those of keys: all unlike, and small, so that there are blocks seen whole
+BLOCKS = (fused.Blocks(32, 16, 4, 1), fused.Blocks(16, 32, 4, 1), fused.Blocks(16, 64, 4, 1))
 
 
 def draw(layout, heads, kind, dtype, device="cpu"):
@@ -90,10 +93,12 @@ def errors(found, expected):
 def kernels(tensors, layout, window, softcap):
     """Output and gradients by the kernels, whatever the device."""
     query, key, value, sinks, grad = tensors
-    tables = build_tables(layout, BLOCKS.m, BLOCKS.m, BLOCKS.n)
+    forward, for_queries, for_keys = BLOCKS
+    tables = build_tables(layout, forward.m, for_queries.m, for_keys.n)
     settings = (0.3, softcap, window or 0)
-    out, lse = fused.launch_forward(query, key, value, sinks, tables.q_tiles, tables.q_spans, *settings, BLOCKS)
-    dq, dk, dv, delta = fused.launch_backward(grad, query, key, value, out, lse, tables, *settings, BLOCKS, BLOCKS)
+    out, lse = fused.launch_forward(query, key, value, sinks, tables.q_tiles, tables.q_spans, *settings, forward)
+    given = (grad, query, key, value, out, lse, tables)
+    dq, dk, dv, delta = fused.launch_backward(*given, *settings, for_queries, for_keys)
     found = [out, dq, dk, dv]
     if sinks is not None:
         found.append(-((sinks.float()[:, None] - lse).exp() * delta).sum(1))
