@@ -1,0 +1,140 @@
+"""Attention alone, forward and backward: the fused kernel, the merged pair and FlashAttention-2, 32/8 heads of 128.
+
+    python tests/benchmarks/attention.py --shared 4096x512 512x512 --plain 512 2048
+
+`--shared PxR` is one prompt of P tokens with `--G` completions of R; FlashAttention-2 has the prompt in front of each
+of them. `--plain N` is 16k tokens in segments of N. All variants of a row run in turn. Prints a table and one line
+`RESULT {json}` for each variant: median milliseconds, the ratio to FlashAttention-2, and TFLOP/s of what has to be
+multiplied. `--sweep` tries other blocks for the fused kernel first, and prints the best.
+"""
+
+import argparse
+import json
+
+import torch
+from record import provenance
+
+from unsloth_trl.patches.attention import fused
+from unsloth_trl.patches.attention.fused import Blocks, fused_attention
+from unsloth_trl.patches.attention.op import flash_attn_varlen
+from unsloth_trl.patches.attention.shared import flash_attn_shared
+from unsloth_trl.patches.layout import PackedLayout
+
+
+ap = argparse.ArgumentParser()
+ap.add_argument("--shared", nargs="*", default=["4096x512", "512x512", "1024x4096"])
+ap.add_argument("--plain", type=int, nargs="*", default=[512, 2048])
+ap.add_argument("--G", type=int, default=8)
+ap.add_argument("--heads", type=int, default=32)
+ap.add_argument("--kv_heads", type=int, default=8)
+ap.add_argument("--size", type=int, default=128)
+ap.add_argument("--rounds", type=int, default=15)
+ap.add_argument("--sweep", action="store_true")
+a = ap.parse_args()
+torch.manual_seed(0)
+SCALE = a.size**-0.5
+
+
+def tensors(tokens: int) -> list[torch.Tensor]:
+    heads = (a.heads, a.kv_heads, a.kv_heads, a.heads)
+    drawn = [torch.randn(tokens, n, a.size, device="cuda", dtype=torch.bfloat16) for n in heads]
+    return [x.requires_grad_() for x in drawn[:3]] + drawn[3:]
+
+
+def fused_run(layout):
+    query, key, value, grad = tensors(layout.num_tokens)
+    return lambda: fused_attention(query, key, value, layout, scale=SCALE).backward(grad)
+
+
+def flash_run(layout):
+    query, key, value, grad = tensors(layout.num_tokens)
+    return lambda: flash_attn_varlen(query, key, value, layout, scale=SCALE).backward(grad)
+
+
+def pair_run(layout):
+    query, key, value, grad = tensors(layout.num_tokens)
+    return lambda: flash_attn_shared(query, key, value, layout, scale=SCALE).backward(grad)
+
+
+def timed(run) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(3_000_000)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def medians(variants: dict, rounds: int) -> dict[str, float]:
+    """Milliseconds of each, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 3):
+        for name in list(variants)[:: 1 if turn % 2 else -1]:
+            took = timed(variants[name])
+            if turn >= 3:
+                times[name].append(took)
+    return {name: sorted(took)[len(took) // 2] for name, took in times.items()}
+
+
+def rows():
+    """Name, layouts for the fused kernel and for FlashAttention-2, and pairs of a query and a key."""
+    for name in a.shared:
+        prompt, answer = map(int, name.split("x"))
+        shared = PackedLayout([prompt, *[answer] * a.G], [-1, *[0] * a.G]).to("cuda")
+        pairs = prompt * (prompt + 1) / 2 + a.G * (answer * prompt + answer * (answer + 1) / 2)
+        yield f"shared P{prompt} R{answer} G{a.G}", shared, PackedLayout([prompt + answer] * a.G).to("cuda"), pairs
+    for length in a.plain:
+        layout = PackedLayout([length] * (16384 // length)).to("cuda")
+        yield f"segments of {length}", layout, layout, 16384 // length * length * (length + 1) / 2
+
+
+SWEEP = {
+    "forward": [Blocks(128, n, w, s) for n, w, s in ((64, 8, 2), (64, 8, 3), (128, 8, 2), (64, 4, 3))],
+    "query": [Blocks(*b) for b in ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (64, 32, 4, 3))],
+    "key": [Blocks(*b) for b in ((64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 3), (64, 64, 8, 2))],
+}
+
+
+def sweep(layout) -> None:
+    """One direction after the other, the other two as they are; the best is used from here on."""
+    chosen = {part: fused.blocks_for(200 * 1024, torch.bfloat16, a.size, part) for part in SWEEP}
+    fused.blocks_for = lambda shared, dtype, size, part: chosen[part]
+    for part, candidates in SWEEP.items():
+        found = []
+        for blocks in candidates:
+            chosen[part] = blocks
+            try:
+                found.append((medians({"fused": fused_run(layout)}, 5)["fused"], blocks))
+            except Exception as error:  # too much shared memory
+                print(f"  {part} {tuple(blocks)}: {type(error).__name__}")
+        found.sort()
+        chosen[part] = found[0][1]
+        print(f"  {part}:", ", ".join(f"{tuple(blocks)} {took:.3f}" for took, blocks in found), flush=True)
+
+
+for name, layout, repeated, pairs in rows():
+    if a.sweep:
+        print(name)
+        sweep(layout)
+    variants = {"fused": fused_run(layout), "flash_attention_2": flash_run(repeated)}
+    if layout.parents is not None:
+        variants["merged pair"] = pair_run(layout)
+    found = medians(variants, a.rounds)
+    flops = 4 * a.heads * a.size * pairs * 3.5  # of two products forward and five backward
+    print(name)
+    for variant, took in found.items():
+        ratio = found["flash_attention_2"] / took
+        print(f"  {variant:<20}{took:>9.3f} ms {ratio:>7.2f}x {flops / took / 1e9:>7.0f} TFLOP/s")
+        result = {
+            "task": "attention",
+            "mode": "ours" if variant != "flash_attention_2" else "torch",
+            "row": name,
+            "variant": variant,
+            "heads": [a.heads, a.kv_heads, a.size],
+            "median_ms": round(took, 4),
+            "ratio_to_flash": round(ratio, 3),
+            "tflops": round(flops / took / 1e9, 1),
+            **provenance("ours", "attention.py"),
+        }
+        print("RESULT", json.dumps(result), flush=True)
