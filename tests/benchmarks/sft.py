@@ -14,7 +14,15 @@ import random
 import tempfile
 import time
 
-from training import be_quiet_and_offline, limit_memory, load_model, lora_config, packed_rows, write_profile
+from training import (
+    be_quiet_and_offline,
+    build_in_memory,
+    limit_memory,
+    load_model,
+    lora_config,
+    packed_rows,
+    write_profile,
+)
 
 
 ap = argparse.ArgumentParser()
@@ -44,6 +52,7 @@ ap.add_argument(
 ap.add_argument(
     "--profile", default=None, help="write a table of the device and host time of two steady steps to this file"
 )
+ap.add_argument("--in_memory", type=int, default=0, help="build the model on the device and not on disk; not unsloth")
 ap.add_argument("--set", nargs="*", default=[], help="extra config fields for mode ours, name=json")
 a = ap.parse_args()
 be_quiet_and_offline()
@@ -62,7 +71,7 @@ if a.mode == "ours":
 else:
     from trl import SFTConfig, SFTTrainer
 limit_memory(a.vram)
-path = build(a.model, a.tokenizer)
+path = a.tokenizer if a.in_memory else build(a.model, a.tokenizer)
 tok = AutoTokenizer.from_pretrained(path)
 rng = random.Random(0)
 if a.one_sample:
@@ -156,7 +165,9 @@ else:
         kw["gradient_checkpointing"] = False
     kw.update({k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)})
     trainer = SFTTrainer(
-        model=load_model(path, a.mode, attn, bool(a.qlora), a.dtype),
+        model=build_in_memory(a.model, bool(a.qlora), attn)
+        if a.in_memory
+        else load_model(path, a.mode, attn, bool(a.qlora), a.dtype),
         args=SFTConfig(**kw),
         train_dataset=data,
         processing_class=tok,
@@ -176,6 +187,7 @@ result = {
     "mode": a.mode,
     "model": a.model,
     "qlora": a.qlora,
+    "in_memory": a.in_memory,
     "gc": a.gc,
     "bs": a.bs,
     "len": a.len,

@@ -56,6 +56,24 @@ def load_model(path: str, mode: str, attn: str | None, qlora: bool, dtype: str =
     return AutoModelForCausalLM.from_pretrained(path, **options)
 
 
+def build_in_memory(name: str, qlora: bool, attn: str | None = None):
+    """A random-weight model on the device that is on no disk; with `qlora` its experts go to 4 bits layer by layer."""
+    import torch
+    from models import config
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    options = {"attn_implementation": attn} if attn else {}
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16, **options)
+    if qlora:
+        from unsloth_trl.patches.quantization.experts import quantize_experts_
+
+        quantize_experts_(model)
+        torch.cuda.empty_cache()
+    return model
+
+
 def lora_config(model: str):
     """LoRA of rank 16 on all linear layers, and on the experts of a mixture."""
     from models import EXPERTS, LINEARS
