@@ -80,13 +80,28 @@ def _keys_of(k_start, k_end, k_pos, first_pos, last_pos, window, WINDOW: tl.cons
 
 
 @triton.jit
-def _whole(start, k_start, k_end, k_pos, first_pos, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the blocks of keys from `start` on end that all queries from `first_pos` on see whole."""
-    seen_by_all = tl.minimum(k_end, k_start + tl.maximum(first_pos - k_pos + 1, 0))
-    whole = start
-    if not WINDOW:
-        whole = start + tl.maximum(seen_by_all - start, 0) // BLOCK * BLOCK
-    return whole
+def _inner(start, end, lowest, highest, BLOCK: tl.constexpr):
+    """Of the blocks from `start` to `end`, those that are whole and within `lowest` and `highest`: no mask there."""
+    first = tl.minimum(start + tl.cdiv(tl.maximum(lowest - start, 0), BLOCK) * BLOCK, end)
+    return first, first + tl.maximum(tl.minimum(highest, end) - first, 0) // BLOCK * BLOCK
+
+
+@triton.jit
+def _inner_keys(start, end, k_start, k_pos, first_pos, last_pos, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """The keys that all queries at positions from `first_pos` to `last_pos` see."""
+    lowest = start
+    if WINDOW:
+        lowest = k_start + last_pos - window + 1 - k_pos
+    return _inner(start, end, lowest, k_start + first_pos - k_pos + 1, BLOCK)
+
+
+@triton.jit
+def _inner_queries(start, end, q_start, q_pos, first_pos, last_pos, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """The queries that see all keys at positions from `first_pos` to `last_pos`."""
+    highest = end
+    if WINDOW:
+        highest = q_start + first_pos + window - q_pos
+    return _inner(start, end, q_start + last_pos - q_pos, highest, BLOCK)
 
 
 @triton.jit
@@ -194,14 +209,14 @@ def attention_forward_kernel(
     while span < last_span:
         k_start, k_end, k_pos0 = _load_span(spans, span)
         start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
-        whole = _whole(start, k_start, k_end, k_pos0, first_pos, BLOCK_N, WINDOW)
-        for n in range(start, whole, BLOCK_N):
+        first, last = _inner_keys(start, end, k_start, k_pos0, first_pos, last_pos, window, BLOCK_N, WINDOW)
+        for n in range(first, last, BLOCK_N):
             key = _load_rows(k, n + tl.arange(0, BLOCK_N), live, stride_k, SIZE, BLOCK_D, MASKED=False)
             scores, _ = _scores(query, key, scale, softcap, SOFTCAP)
             value = _load_rows(v, n + tl.arange(0, BLOCK_N), live, stride_v, V_SIZE, BLOCK_DV, MASKED=False)
             acc, total, top = _attend(acc, total, top, scores * LOG2E, value)
-        for n in range(whole, end, BLOCK_N):
-            cols = n + tl.arange(0, BLOCK_N)
+        for step in range(start, end - (last - first), BLOCK_N):  # those in front of them, and those behind
+            cols = tl.where(step < first, step, step + last - first) + tl.arange(0, BLOCK_N)
             inside = cols < end
             key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
             scores, _ = _scores(query, key, scale, softcap, SOFTCAP)
@@ -262,13 +277,13 @@ def attention_backward_q_kernel(
     while span < last_span:
         k_start, k_end, k_pos0 = _load_span(spans, span)
         start, end = _keys_of(k_start, k_end, k_pos0, first_pos, last_pos, window, WINDOW)
-        whole = _whole(start, k_start, k_end, k_pos0, first_pos, BLOCK_N, WINDOW)
-        for n in range(start, whole, BLOCK_N):
+        first, last = _inner_keys(start, end, k_start, k_pos0, first_pos, last_pos, window, BLOCK_N, WINDOW)
+        for n in range(first, last, BLOCK_N):
             key = _load_rows(k, n + tl.arange(0, BLOCK_N), live, stride_k, SIZE, BLOCK_D, MASKED=False)
             value = _load_rows(v, n + tl.arange(0, BLOCK_N), live, stride_v, V_SIZE, BLOCK_DV, MASKED=False)
             acc = _backward_q(acc, query, key, value, d_out, level, inner, None, scale, softcap, SOFTCAP)
-        for n in range(whole, end, BLOCK_N):
-            cols = n + tl.arange(0, BLOCK_N)
+        for step in range(start, end - (last - first), BLOCK_N):  # those in front of them, and those behind
+            cols = tl.where(step < first, step, step + last - first) + tl.arange(0, BLOCK_N)
             inside = cols < end
             key = _load_rows(k, cols, inside, stride_k, SIZE, BLOCK_D)
             value = _load_rows(v, cols, inside, stride_v, V_SIZE, BLOCK_DV)
@@ -331,12 +346,7 @@ def attention_backward_kv_kernel(
         while span < last_span:
             q_start, q_end, q_pos0 = _load_span(spans, span)
             start, end = _queries_of(q_start, q_end, q_pos0, first_pos, last_pos, window, WINDOW)
-            # blocks that see all keys of this one: behind the diagonal, and before the last rows of the span
-            first, last = end, end
-            if not WINDOW:
-                behind = tl.maximum(q_start + last_pos - q_pos0 - start, 0)
-                first = tl.minimum(start + tl.cdiv(behind, BLOCK_M) * BLOCK_M, end)
-                last = first + (end - first) // BLOCK_M * BLOCK_M
+            first, last = _inner_queries(start, end, q_start, q_pos0, first_pos, last_pos, window, BLOCK_M, WINDOW)
             for m in range(first, last, BLOCK_M):
                 rows = m + tl.arange(0, BLOCK_M)
                 query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D, MASKED=False)
@@ -346,11 +356,8 @@ def attention_backward_kv_kernel(
                 d_key, d_value = _backward_kv(
                     d_key, d_value, key, value, query, d_out, level, inner, None, scale, softcap, SOFTCAP
                 )
-            # the others, first those in front of them and then those behind
-            skipped = last - first
-            for step in range(start, end - skipped, BLOCK_M):
-                m = tl.where(step < first, step, step + skipped)
-                rows = m + tl.arange(0, BLOCK_M)
+            for step in range(start, end - (last - first), BLOCK_M):  # those in front of them, and those behind
+                rows = tl.where(step < first, step, step + last - first) + tl.arange(0, BLOCK_M)
                 inside = rows < end
                 query = _load_rows(q + head * stride_qh, rows, inside, stride_q, SIZE, BLOCK_D)
                 d_out = _load_rows(grad + head * stride_gh, rows, inside, stride_g, V_SIZE, BLOCK_DV)
