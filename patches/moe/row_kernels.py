@@ -48,20 +48,21 @@ def _zero_rest(dweights, order, offsets, num_rows, num_experts, BLOCK_M: tl.cons
 
 
 @triton.jit
-def _load_pair(base, live, col, width, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+def _load_pair(base, live, col, end, width, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
     """
-    Columns `col` to `col + BLOCK_N` of gate and of up from rows of `2 * width`, which start at `base` `(rows, 1)`.
+    Columns `col` to `col + BLOCK_N`, before `end`, of gate and of up from rows of `2 * width`, which start at `base`
+    `(rows, 1)`.
 
     Interleaved columns are read in one piece, so that reads stay wide; `_halves` separates them in registers. Nothing
     here waits for what it reads.
     """
     if INTERLEAVED:
         cols = 2 * col + tl.arange(0, 2 * BLOCK_N)
-        gate = tl.load(base + cols[None, :], mask=live[:, None] & (cols < 2 * width)[None, :], other=0.0)
+        gate = tl.load(base + cols[None, :], mask=live[:, None] & (cols < 2 * end)[None, :], other=0.0)
         up = gate
     else:
         cols = col + tl.arange(0, BLOCK_N)
-        mask = live[:, None] & (cols < width)[None, :]
+        mask = live[:, None] & (cols < end)[None, :]
         gate = tl.load(base + cols[None, :], mask=mask, other=0.0)
         up = tl.load(base + width + cols[None, :], mask=mask, other=0.0)
     return gate, up
@@ -195,17 +196,15 @@ def gate_forward_kernel(
     start = tl.program_id(1) * chunk
     end_col = min(start + chunk, width)
     total = tl.zeros((BLOCK_M, RANK_DOWN_PAD), dtype=tl.float32)
-    next_gate, next_up = _load_pair(source, live, start, width, INTERLEAVED, BLOCK_N)
+    next_gate, next_up = _load_pair(source, live, start, end_col, width, INTERLEAVED, BLOCK_N)
     for col in range(start, end_col, BLOCK_N):
         cols = col + tl.arange(0, BLOCK_N)
         gate, up = _halves(next_gate, next_up, INTERLEAVED, BLOCK_M, BLOCK_N)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
         # on their way while this step computes
-        next_gate, next_up = _load_pair(
-            source, live & (col + BLOCK_N < end_col), col + BLOCK_N, width, INTERLEAVED, BLOCK_N
-        )
+        next_gate, next_up = _load_pair(source, live, col + BLOCK_N, end_col, width, INTERLEAVED, BLOCK_N)
         if RANK:
-            b_gate, b_up = _load_pair(b, ranks < RANK, col, width, INTERLEAVED, BLOCK_N)
+            b_gate, b_up = _load_pair(b, ranks < RANK, col, width, width, INTERLEAVED, BLOCK_N)
             b_gate, b_up = _halves(b_gate, b_up, INTERLEAVED, RANK_PAD, BLOCK_N)
             gate += tl.dot(projected, b_gate, input_precision="ieee")
             up += tl.dot(projected, b_up, input_precision="ieee")
@@ -277,7 +276,7 @@ def gate_backward_kernel(
     source = gu + (rows * 2 * width)[:, None]
     grads = dh + (rows * width)[:, None]
     cols = tl.arange(0, BLOCK_N)
-    next_gate, next_up = _load_pair(source, live, 0, width, INTERLEAVED, BLOCK_N)
+    next_gate, next_up = _load_pair(source, live, 0, width, width, INTERLEAVED, BLOCK_N)
     next_grad = tl.load(grads + cols[None, :], mask=live[:, None] & (cols < width)[None, :], other=0.0)
     for col in range(0, width, BLOCK_N):
         mask = live[:, None] & (cols < width)[None, :]
@@ -285,10 +284,10 @@ def gate_backward_kernel(
         gate, up, grad = gate.to(tl.float32), up.to(tl.float32), next_grad.to(tl.float32)
         # on their way while this step computes
         following = cols + BLOCK_N
-        next_gate, next_up = _load_pair(source, live, col + BLOCK_N, width, INTERLEAVED, BLOCK_N)
+        next_gate, next_up = _load_pair(source, live, col + BLOCK_N, width, width, INTERLEAVED, BLOCK_N)
         next_grad = tl.load(grads + following[None, :], mask=live[:, None] & (following < width)[None, :], other=0.0)
         if RANK:
-            b_gate, b_up = _load_pair(b, ranks < RANK, col, width, INTERLEAVED, BLOCK_N)
+            b_gate, b_up = _load_pair(b, ranks < RANK, col, width, width, INTERLEAVED, BLOCK_N)
             b_gate, b_up = _halves(b_gate, b_up, INTERLEAVED, RANK_PAD, BLOCK_N)
             gate += tl.dot(projected, b_gate, input_precision="ieee")
             up += tl.dot(projected, b_up, input_precision="ieee")

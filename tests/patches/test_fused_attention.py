@@ -95,9 +95,9 @@ class Shape:
         fused.launch_backward(*given, self.tables, *self.settings, *self.blocks[1:])
 
 
-SIZES = [(64, 64, "plain"), (128, 128, "all"), (256, 256, "all")]
-UNUSUAL = [(192, 128, "plain"), (512, 512, "plain")]
-TIGHT = ("sm_75", "sm_90", "gfx942")
+SIZES = [(128, 128, "all"), (256, 256, "all")]
+UNUSUAL = [(64, 64, "plain"), (192, 128, "plain"), (512, 512, "plain")]
+TIGHT = ("sm_90", "gfx942")  # sm_75 takes long: without tensor cores, all products are unrolled
 
 
 @pytest.mark.parametrize(
