@@ -83,6 +83,7 @@ kw = {
     "max_length": a.len,
     "packing": bool(a.packing),
     "per_device_train_batch_size": a.bs,
+    "gradient_accumulation_steps": 1,  # Unsloth's own default is 2
     "max_steps": a.steps,
     "logging_steps": 1 if a.timing == "per step" else 1000,
     "save_strategy": "no",
@@ -174,6 +175,9 @@ else:
         peft_config=lora_config(a.model),
         callbacks=[clock],
     )
+accumulated = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+if accumulated != (a.bs, 1):
+    raise SystemExit(f"{accumulated} rows a micro-batch and micro-batches a step, not ({a.bs}, 1)")
 row_tokens = [len(row) for row in trainer.train_dataset["input_ids"]]  # packed rows; every token counts, in every mode
 torch.cuda.reset_peak_memory_stats()
 trainer.train()

@@ -53,7 +53,9 @@ def _grpo_line(row: dict, rows: list[dict]) -> str:
 
 
 def _is_current(row: dict) -> bool:
-    """Rows of a switch that is no more stay in the file only."""
+    """Rows of a switch that is no more, and those that were found to be wrong, stay in the file only."""
+    if row.get("void"):
+        return False
     config = GRPOConfig if row.get("task") == "grpo" else PatchConfig
     return all(hasattr(config, switch.split("=")[0]) for switch in row["set"])
 

@@ -1,6 +1,7 @@
 """The README says what is true: its commands are the ones CI runs, its tables come from the sources."""
 
 import ast
+import json
 import re
 from dataclasses import fields
 from typing import Literal, get_args, get_origin
@@ -37,6 +38,14 @@ def test_table_is_made_from_the_sources(name):
     if name not in made:
         pytest.skip("tests/benchmarks/table.py is not there yet")
     assert read_block(TEXT, name) == made[name].strip(), "run: python -m tests.packaging.readme"
+
+
+def test_rows_that_were_found_wrong_are_not_shown():
+    lines = (ROOT / "tests" / "benchmarks" / "results" / "h200.jsonl").read_text(encoding="utf-8").splitlines()
+    void = [row for row in map(json.loads, lines) if row.get("void")]
+    assert len(void) == 2
+    for row in void:
+        assert f"| {row['tok_s']:,} (" not in TEXT
 
 
 def test_blocks_are_written_where_they_are_read():
