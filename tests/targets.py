@@ -4,10 +4,17 @@ A test calls a launcher with tensors of the device `meta` and a `Recorder` in th
 the recorded launch for each target; so it is the launcher's own configuration that is compiled.
 """
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+
+ROOT = Path(__file__).parents[1]
 
 _POINTERS = {
     torch.float32: "fp32",
@@ -121,6 +128,24 @@ def compile_for(target: Target, kernel: Any, *args: Any, num_warps: int = 4, num
 def shared_memory(target: Target, kernel: Any, *args: Any, **kwargs: Any) -> int:
     """Bytes of shared memory that a launch takes on `target`; arguments as in `compile_for`."""
     return compile_for(target, kernel, *args, **kwargs).metadata.shared
+
+
+def in_interpreter(module: str, function: str = "interpreted", timeout: int = 400) -> Any:
+    """
+    What a function of a test module returns in a process of its own, where Triton interprets its kernels on the CPU.
+
+    Args:
+        module (`str`): Its name.
+        function (`str`, *optional*, defaults to `"interpreted"`): Takes nothing, and returns what JSON can hold.
+        timeout (`int`, *optional*): Seconds.
+    """
+    code = f"import json; from {module} import {function}; print(json.dumps({function}()))"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def mend_interpreter() -> None:

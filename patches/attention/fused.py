@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from ..kernels import has_triton, least_block
 from ..layout import PackedLayout
-from ..moe.rows import has_triton
 from .tables import build_tables
 
 
@@ -27,10 +27,6 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-def _pow2(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def blocks_for(shared: int, dtype: torch.dtype, size: int, part: Part) -> Blocks:
     """
     Args:
@@ -39,7 +35,7 @@ def blocks_for(shared: int, dtype: torch.dtype, size: int, part: Part) -> Blocks
         size (`int`): The larger head size.
         part (`str`): `"forward"`, or whose gradients: `"query"`, or `"key"` for keys and values, which hold the most.
     """
-    width = _pow2(size)
+    width = least_block(size)
     if dtype == torch.float32:
         return Blocks(16, 16, 4, 1) if width > 128 else Blocks(32, 32, 4, 1)
     roomy, small = shared >= 160 * 1024, shared <= 64 * 1024
@@ -97,8 +93,8 @@ def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> di
         "GROUP": query.shape[1] // key.shape[1],
         "SIZE": size,
         "V_SIZE": v_size,
-        "BLOCK_D": _pow2(size),
-        "BLOCK_DV": _pow2(v_size),
+        "BLOCK_D": least_block(size),
+        "BLOCK_DV": least_block(v_size),
     }
 
 

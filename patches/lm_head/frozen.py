@@ -6,13 +6,14 @@ with the head in all, where recomputing takes three. The softmax is summed up ch
 the exponentials of a running maximum.
 """
 
-import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+
+from ..kernels import use_kernels
 
 
 # Logits that are there at once: of so many tokens, and of as many columns as that leaves.
@@ -124,10 +125,6 @@ def fold_reference(logits, targets, state: State, rescale, start: int, scoring: 
         logits.copy_(e * slope * factor)
 
 
-def _use_kernel(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-
-
 def launch_fold(logits, targets, state: State, rescale, start: int, scoring: Scoring, factor, gradient) -> None:
     """`fold_reference` through the kernel."""
     from .kernels import fold_kernel
@@ -171,7 +168,7 @@ def _score(hidden, weight, bias, targets, scoring: Scoring, gradient: bool):
     rescale = torch.empty_like(state.top)
     logits = hidden.new_empty(min(rows, num_tokens) * columns, dtype=dtype)
     direction = hidden.new_zeros(hidden.shape, dtype=state.top.dtype) if gradient else None
-    kernel = _use_kernel(logits)
+    kernel = use_kernels(logits)
     factor = _FP16_FACTOR if kernel and dtype == torch.float16 else 1.0
     with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, num_tokens, rows):

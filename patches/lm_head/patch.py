@@ -12,6 +12,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from ..config import PatchConfig
 from ..owner import OwnForward
 from ..report import PatchEntry
+from .frozen import refusal as frozen_refusal
 from .op import labelled_scores
 
 
@@ -119,7 +120,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
             forward.take_off()
 
     head = model.get_output_embeddings()
-    frozen = config.frozen_head and not any(p.requires_grad for p in head.parameters())
+    frozen = config.frozen_head and frozen_refusal(head.weight, head.bias) is None
     return PatchEntry(
         "lm_head",
         (type(model).__name__,),

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MoeBackend
+from ..kernels import has_triton
 from .reference import grouped_gram_reference, grouped_mm_reference
 from .routing import Routing
-from .rows import add_product_, has_triton
+from .rows import add_product_
 
 
 Backend = Literal["grouped_mm", "triton", "native_torch"]

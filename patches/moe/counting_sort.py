@@ -2,8 +2,9 @@
 
 import torch
 
+from ..kernels import has_triton
 from .routing import Routing, max_tiles, route
-from .rows import TILE_ROWS, has_triton
+from .rows import TILE_ROWS
 
 
 def sort_rows(top_k_index: torch.Tensor, num_experts: int, wide: int = 0) -> Routing:

@@ -8,7 +8,7 @@ factor is one pass over memory in either direction.
 import torch
 from torch.autograd.function import once_differentiable
 
-from .rows import has_triton
+from ..kernels import use_kernels
 
 
 def _by_expert(b: torch.Tensor, num_experts: int, scaling: float, dtype: torch.dtype) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _by_column(grad: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.
 
 
 def _use_kernel(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and has_triton() and not torch.compiler.is_compiling()
+    return use_kernels(x) and not torch.compiler.is_compiling()
 
 
 def _launch(x: torch.Tensor, num_experts: int, scaling: float, dtype: torch.dtype, *, inverse: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..kernels import least_block
 from .routing import _tiles, max_tiles
 
 
@@ -42,11 +43,6 @@ class Configuration:
     descriptors: bool = False
     flatten: bool = False
     per_sm: int = 1
-
-
-def _pow2(width: int) -> int:
-    """The least power of two from 16 that holds `width`: the smallest block that tensor cores multiply."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 def _fitted(config: Configuration, *, block_n: int, block_k: int) -> Configuration:
@@ -110,7 +106,7 @@ def configuration(
     else:
         stages = 4 if capability in ((8, 0), (8, 7)) else 3
         config = Configuration(block_m, 128, 32, num_warps=4, num_stages=stages, per_sm=2)
-    return _fitted(config, block_n=_pow2(out_features), block_k=_pow2(in_features))
+    return _fitted(config, block_n=least_block(out_features), block_k=least_block(in_features))
 
 
 def gram_configuration(
@@ -145,7 +141,9 @@ def gram_configuration(
     else:
         stages = 4 if capability in ((8, 0), (8, 7)) else 3
         config = Configuration(128, 64 if narrow else 128, 32, num_warps=4, num_stages=stages)
-    return replace(config, block_m=min(config.block_m, _pow2(wide)), block_n=min(config.block_n, _pow2(other)))
+    return replace(
+        config, block_m=min(config.block_m, least_block(wide)), block_n=min(config.block_n, least_block(other))
+    )
 
 
 @functools.cache
@@ -291,7 +289,7 @@ def triton_grouped_mm(
             weight_desc = _descriptor(weight, [1, config.block_k, config.block_n])
     rank = 0 if xa is None else xa.shape[1]
     # where a row of xa is read one number at a time, larger blocks do not fit into registers
-    block_r = min(16 if rank % 16 or _no_tensor_cores(capability, x.dtype) else 64, _pow2(rank))
+    block_r = min(16 if rank % 16 or _no_tensor_cores(capability, x.dtype) else 64, least_block(rank))
 
     from . import kernels
 

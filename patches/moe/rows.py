@@ -26,11 +26,9 @@ stands for `gather_project`, and no `xs` or `ds` is written. Those that cannot a
 Triton on CUDA (`row_kernels.py`), plain PyTorch elsewhere (`rows_reference.py`). Nothing here has autograd.
 """
 
-import functools
-import importlib.util
-
 import torch
 
+from ..kernels import least_block, use_kernels
 from .routing import Routing
 from .rows_reference import (
     add_product_reference_,
@@ -49,21 +47,11 @@ TILE_ROWS = 32  # of `Routing.tiles`, for every kernel, so that one table serves
 _MANY_ROWS = 132 * 4 * 32
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether the kernels can be imported."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def _use_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and has_triton()
-
-
 def _pad(rank: int) -> int:
     """`tl.dot` wants at least 16, and a power of two."""
     if not 0 < rank <= MAX_RANK:
         raise ValueError(f"the rank of an adapter on experts can be 1 to {MAX_RANK} here, not {rank}")
-    return max(16, 1 << (rank - 1).bit_length())
+    return least_block(rank)
 
 
 def _ranks(name: str, factor: torch.Tensor | None) -> dict[str, int]:
@@ -127,7 +115,7 @@ def gather_project(
     Returns:
         `xs` `(num_rows, hidden_size)` and `xa` `(num_rows, rank)` or `None`, in the dtype of `x`.
     """
-    if not _use_kernels(x):
+    if not use_kernels(x):
         return gather_project_reference(x, routing, a)
     return launch_gather_project(x, routing, a)
 
@@ -175,7 +163,7 @@ def project(x: torch.Tensor, routing: Routing, a: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor` of shape `(num_rows, rank)`, in the order of the experts.
     """
-    run = launch_gather_project if _use_kernels(x) else gather_project_reference
+    run = launch_gather_project if use_kernels(x) else gather_project_reference
     return run(x, routing, a, with_rows=False)[1]
 
 
@@ -208,7 +196,7 @@ def gate_forward(
     """
     _check_kind(kind)
     _check_pair(xa, b, "xa and b")
-    if not _use_kernels(gu):
+    if not use_kernels(gu):
         return gate_forward_reference(gu, routing, kind, xa, b, a_down, alpha, limit)
     return launch_gate_forward(gu, routing, kind, xa, b, a_down, alpha, limit)
 
@@ -284,7 +272,7 @@ def gate_backward_weighted(
     _check_kind(kind)
     _check_pair(xa, b, "xa and b")
     _check_pair(dyb, a_down, "dyb and a_down")
-    run = launch_gate_backward if _use_kernels(gu) else gate_backward_reference
+    run = launch_gate_backward if use_kernels(gu) else gate_backward_reference
     return run(gu, dh, routing, kind, weights, xa, b, dyb, a_down, alpha, limit, with_h)
 
 
@@ -344,7 +332,7 @@ def combine(y: torch.Tensor, routing: Routing, weights: torch.Tensor | None = No
     Returns:
         `torch.Tensor` of shape `(num_tokens, hidden_size)`: In the dtype of `y`, summed in fp32.
     """
-    if not _use_kernels(y):
+    if not use_kernels(y):
         return combine_reference(y, routing, weights)
     return launch_combine(y, routing, weights)
 
@@ -388,7 +376,7 @@ def add_product_(y: torch.Tensor, xa: torch.Tensor, b: torch.Tensor, routing: Ro
     Returns:
         `y`.
     """
-    if not _use_kernels(y):
+    if not use_kernels(y):
         return add_product_reference_(y, xa, b, routing)
     return launch_add_product_(y, xa, b, routing)
 

@@ -12,7 +12,7 @@ import argparse
 import json
 
 import torch
-from record import provenance
+from record import provenance, timed
 
 from unsloth_trl.patches.attention import fused
 from unsloth_trl.patches.attention.fused import Blocks, fused_attention
@@ -41,29 +41,10 @@ def tensors(tokens: int) -> list[torch.Tensor]:
     return [x.requires_grad_() for x in drawn[:3]] + drawn[3:]
 
 
-def fused_run(layout):
+def run_of(attend, layout):
+    """A forward and a backward of an attention over the segments of `layout`."""
     query, key, value, grad = tensors(layout.num_tokens)
-    return lambda: fused_attention(query, key, value, layout, scale=SCALE).backward(grad)
-
-
-def flash_run(layout):
-    query, key, value, grad = tensors(layout.num_tokens)
-    return lambda: flash_attn_varlen(query, key, value, layout, scale=SCALE).backward(grad)
-
-
-def pair_run(layout):
-    query, key, value, grad = tensors(layout.num_tokens)
-    return lambda: flash_attn_shared(query, key, value, layout, scale=SCALE).backward(grad)
-
-
-def timed(run) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(3_000_000)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return lambda: attend(query, key, value, layout, scale=SCALE).backward(grad)
 
 
 def medians(variants: dict, rounds: int) -> dict[str, float]:
@@ -71,7 +52,7 @@ def medians(variants: dict, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 3):
         for name in list(variants)[:: 1 if turn % 2 else -1]:
-            took = timed(variants[name])
+            took = timed(variants[name], 3_000_000)[0]
             if turn >= 3:
                 times[name].append(took)
     return {name: sorted(took)[len(took) // 2] for name, took in times.items()}
@@ -105,7 +86,7 @@ def sweep(layout) -> None:
         for blocks in candidates:
             chosen[part] = blocks
             try:
-                found.append((medians({"fused": fused_run(layout)}, 5)["fused"], blocks))
+                found.append((medians({"fused": run_of(fused_attention, layout)}, 5)["fused"], blocks))
             except Exception as error:  # too much shared memory
                 print(f"  {part} {tuple(blocks)}: {type(error).__name__}")
         found.sort()
@@ -117,9 +98,9 @@ for name, layout, repeated, pairs in rows():
     if a.sweep:
         print(name)
         sweep(layout)
-    variants = {"fused": fused_run(layout), "flash_attention_2": flash_run(repeated)}
+    variants = {"fused": run_of(fused_attention, layout), "flash_attention_2": run_of(flash_attn_varlen, repeated)}
     if layout.parents is not None:
-        variants["merged pair"] = pair_run(layout)
+        variants["merged pair"] = run_of(flash_attn_shared, layout)
     found = medians(variants, a.rounds)
     flops = 4 * a.heads * a.size * pairs * 3.5  # of two products forward and five backward
     print(name)

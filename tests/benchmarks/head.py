@@ -7,10 +7,11 @@ above what is there before, and how far log-probabilities and gradient are from 
 """
 
 import argparse
+import functools
 import json
 
 import torch
-from record import provenance
+from record import provenance, timed
 from trl.kernels import ChunkedLogProbFunction
 
 from unsloth_trl.patches.lm_head.frozen import frozen_head_scores
@@ -41,19 +42,11 @@ def ours():
     return frozen_head_scores(hidden, weight, None, targets)[0]
 
 
-def run(scores) -> tuple[float, float, torch.Tensor]:
-    """Milliseconds of a forward and a backward, GiB above what was there, and the log-probabilities."""
-    hidden.grad = None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(20_000_000)  # the host gets ahead
-    start.record()
+def run(scores) -> torch.Tensor:
+    """Log-probabilities, after a backward from them."""
     log_probs = scores()
     log_probs.backward(grad)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end), (torch.cuda.max_memory_allocated() - before) / 2**30, log_probs.detach()
+    return log_probs.detach()
 
 
 def exact(rows: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +64,8 @@ times: dict[str, list[float]] = {name: [] for name in variants}
 found = {}
 for turn in range(a.rounds + 3):
     for name, scores in variants.items():
-        took, peak, log_probs = run(scores)
+        hidden.grad = None
+        took, peak, log_probs = timed(functools.partial(run, scores))
         pairs = zip((log_probs[: len(expected[0])], hidden.grad[: len(expected[0])]), expected, strict=True)
         found[name] = (peak, [((x - y).norm() / y.norm()).item() for x, y in pairs])
         if turn >= 3:

@@ -12,7 +12,7 @@ import json
 
 import torch
 from peft import LoraConfig, get_peft_model
-from record import provenance
+from record import provenance, timed
 from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -98,15 +98,8 @@ def run(layer: nn.Module, implementation: str, inputs) -> tuple[float, float]:
     weights = weights.detach().requires_grad_()
     for parameter in layer.parameters():
         parameter.grad = None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(20_000_000)  # the host gets ahead, so that launches are not what is timed
-    start.record()
-    layer(x, index, weights).backward(grad)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end), (torch.cuda.max_memory_allocated() - before) / 2**30
+    took, peak, _ = timed(lambda: layer(x, index, weights).backward(grad))
+    return took, peak
 
 
 for tokens in a.tokens:

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,3 +44,20 @@ def provenance(mode: str, script: str) -> dict[str, Any]:
         "versions": {name: _version(name) for name in (*PACKAGES, *OWN.get(mode, ()))},
         "command": " ".join([*_settings(), "python", f"tests/benchmarks/{script}", *sys.argv[1:]]),
     }
+
+
+def timed(run: Callable[[], Any], head_start: int = 20_000_000) -> tuple[float, float, Any]:
+    """
+    Milliseconds of `run` on the device, GiB above what was there before, and what it returned.
+
+    The device first waits for `head_start` cycles, so that the host gets ahead and launches are not what is timed.
+    """
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(head_start)
+    start.record()
+    found = run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end), (torch.cuda.max_memory_allocated() - before) / 2**30, found

@@ -1,10 +1,6 @@
-"""Inputs of the fused attention kernels, the truth in fp64, and the kernels themselves in Triton's interpreter.
-
-TRITON_INTERPRET=1 python -m tests.patches.fused_attention_cases
-"""
+"""Inputs of the fused attention kernels, the truth in fp64, and the kernels themselves in Triton's interpreter."""
 
 import functools
-import json
 
 import torch
 
@@ -134,7 +130,3 @@ def through_autograd() -> dict[str, list[float]]:
         "ours": errors(found, truth),
         "eager": errors(eager(tensors, layout, window, softcap, torch.float32), truth),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(interpreted()))

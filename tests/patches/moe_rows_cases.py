@@ -1,11 +1,4 @@
-"""Inputs, eager chains and errors for the tests of the row kernels; as a script, the errors of kernels on the CPU.
-
-    TRITON_INTERPRET=1 python -m tests.patches.moe_rows_cases
-
-prints one line of JSON. The variable has to be set before triton is imported, hence the process of its own.
-"""
-
-import json
+"""Inputs, eager chains and errors for the tests of the row kernels; `main` is for Triton's interpreter."""
 
 import torch
 
@@ -184,7 +177,3 @@ def main() -> dict:
             found = compare(draw(case, dtype), dtype, kernels)
             errors[f"{name} {str(dtype).removeprefix('torch.')}"] = found
     return {"errors": errors, "sorts": sorts()}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main()))

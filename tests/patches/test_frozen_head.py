@@ -1,11 +1,5 @@
 """Scores of a frozen head and their gradient from the forward: against TRL's kernel; and the Triton kernel."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import trl
@@ -14,13 +8,12 @@ from trl.kernels import ChunkedLogProbFunction
 
 import unsloth_trl
 from tests.numerics import assert_runs_close, run_sft
-from tests.targets import TARGETS, Recorder, compile_for
+from tests.targets import TARGETS, Recorder, compile_for, in_interpreter
 from tests.trainers.grpo_runs import run_oracle, run_ours
 from unsloth_trl.patches.lm_head import frozen
 from unsloth_trl.patches.lm_head.frozen import Scoring, State, chunks, fold_reference, frozen_head_scores, launch_fold
 
 
-ROOT = Path(__file__).parents[2]
 TOKENS, WIDTH, VOCAB = 21, 12, 53
 CASES = {
     "plain": {},
@@ -249,13 +242,7 @@ def interpreted() -> list:
 
 def test_kernel_interpreted():
     pytest.importorskip("triton")
-    code = "import json; from tests.patches.test_frozen_head import interpreted; print(json.dumps(interpreted()))"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert in_interpreter("tests.patches.test_frozen_head") == []
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])

@@ -1,23 +1,17 @@
 """The fused attention kernel: its tables by hand, its numbers in Triton's interpreter, its code for each GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
 from tests.patches.fused_attention_cases import CASES
-from tests.targets import TARGETS, Recorder, shared_memory
+from tests.targets import TARGETS, Recorder, in_interpreter, shared_memory
 from unsloth_trl.patches.attention import fused
 from unsloth_trl.patches.attention.tables import WIDTHS, Tables, build_tables
 from unsloth_trl.patches.layout import PackedLayout
 
 
-ROOT = Path(__file__).parents[2]
 FLOOR = {"float32": 4e-6, "float16": 1e-3}
 
 
@@ -51,11 +45,7 @@ def test_tables_of_a_chain():
 
 def test_kernels_interpreted():
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "tests.patches.fused_attention_cases"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = in_interpreter("tests.patches.fused_attention_cases")
     assert len(results) > len(CASES)
     for case, found in results.items():
         floor = FLOOR["float16" if "float16" in case else "float32"]

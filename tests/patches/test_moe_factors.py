@@ -1,20 +1,13 @@
 """PEFT's layout of stacked LoRA factors and the op's: by number, through autograd, interpreted, compiled."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.targets import TARGETS, Recorder, shared_memory
+from tests.targets import TARGETS, Recorder, in_interpreter, shared_memory
 from unsloth_trl.patches.moe import factors
 from unsloth_trl.patches.moe.factors import _by_column, _by_expert, _launch, factors_by_expert
 
 
-ROOT = Path(__file__).parents[2]
 CASES = [(4, 3, 10, 7, 1.0), (3, 1, 5, 130, 0.5), (128, 16, 8, 96, 2.0), (5, 5, 6, 6, 1.0)]
 
 
@@ -70,11 +63,7 @@ def interpreted() -> dict[str, bool]:
 
 def test_kernel_interpreted():
     pytest.importorskip("triton")
-    code = "import json; from tests.patches.test_moe_factors import interpreted; print(json.dumps(interpreted()))"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    equal = json.loads(done.stdout.splitlines()[-1])
+    equal = in_interpreter("tests.patches.test_moe_factors")
     assert len(equal) == 2 * len(CASES) and all(equal.values()), equal
 
 

@@ -3,7 +3,6 @@
 The interpreter must be chosen before triton is imported, so that this file is also the script which it runs.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.targets import TARGETS, Recorder, Target, compile_for, mend_interpreter
+from tests.targets import TARGETS, Recorder, Target, compile_for, in_interpreter, mend_interpreter
 from unsloth_trl.patches.moe import gemm
 from unsloth_trl.patches.moe.gemm import Configuration, configuration, gram_configuration, row_block
 from unsloth_trl.patches.moe.reference import grouped_gram_reference, grouped_mm_reference
@@ -153,7 +152,7 @@ def gram_errors(dtype, routed, widths, config=SMALL, gather="", scale=1.0, out_d
     return relative(got, truth), relative(eager(dtype), truth), truth.norm().item()
 
 
-def main():
+def main() -> dict[str, tuple[float, float, float]]:
     mend_interpreter()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -163,16 +162,13 @@ def main():
         for kind, cases, errors in (("mm", MM, mm_errors), ("gram", GRAM, gram_errors)):
             for name, case in cases.items():
                 found[f"{kind}/{name}/{str(dtype).removeprefix('torch.')}"] = errors(dtype, **case)
-    print("RESULT", json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
 def interpreted():
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.rsplit("RESULT ", 1)[1])
+    return in_interpreter("tests.patches.test_moe_gemm", "main")
 
 
 @pytest.mark.parametrize("dtype", FLOOR)
@@ -351,7 +347,3 @@ def test_what_cannot_be_multiplied_is_refused(monkeypatch):
 def test_imports_without_triton():
     code = "import sys\nsys.modules['triton'] = None\nimport unsloth_trl.patches.moe.gemm"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=300)
-
-
-if __name__ == "__main__":
-    main()

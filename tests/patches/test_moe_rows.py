@@ -1,23 +1,14 @@
 """The row kernels of a mixture: plain PyTorch against autograd, kernels against fp64 and compiled for each GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.patches.moe_rows_cases import CASES, KINDS, draw, to
-from tests.targets import TARGETS, Recorder, shared_memory
+from tests.targets import TARGETS, Recorder, in_interpreter, shared_memory
 from unsloth_trl.patches.moe import rows
 from unsloth_trl.patches.moe.counting_sort import launch_sort_rows, sort_rows
 from unsloth_trl.patches.moe.reference import grouped_mm_reference
 from unsloth_trl.patches.moe.routing import Routing, route
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def naive_layer(x, index, weights, w_gate_up, w_down, a, b, a_down, b_down, kind):
@@ -112,15 +103,7 @@ def test_refusals(call, match):
 def interpreted():
     """What the kernels compute on the CPU, from a process of its own."""
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.patches.moe_rows_cases"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_interpreter("tests.patches.moe_rows_cases", "main")
 
 
 @pytest.mark.parametrize("name", CASES)

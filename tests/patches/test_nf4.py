@@ -1,15 +1,9 @@
 """The way back from 4 bits has bitsandbytes' bits: the CPU path, the kernel interpreted, the kernel compiled."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.targets import TARGETS
+from tests.targets import TARGETS, in_interpreter
 from unsloth_trl.patches.quantization import reference
 from unsloth_trl.patches.quantization.experts import quantize_nf4
 from unsloth_trl.patches.quantization.op import NF4Weight, dequantize_nf4, dequantize_nf4_triton
@@ -17,7 +11,6 @@ from unsloth_trl.patches.quantization.op import NF4Weight, dequantize_nf4, dequa
 
 bnb = pytest.importorskip("bitsandbytes").functional
 
-ROOT = Path(__file__).parents[2]
 # rows and experts that end within a block, an odd number of elements, fewer than a block, many blocks of scales
 SHAPES = [(4, 48, 50), (3, 5, 7), (2, 1, 3), (5, 64, 64), (3, 130, 90)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -165,13 +158,7 @@ def test_quantised_in_pieces_as_in_one(numel, compress_statistics):
 
 def test_kernel_interpreted():
     pytest.importorskip("triton")
-    code = "import json; from tests.patches.test_nf4 import interpreted; print(json.dumps(interpreted()))"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = in_interpreter("tests.patches.test_nf4")
     assert result["cases"] >= 120
     assert not result["wrong"], result["wrong"]
 

@@ -1,8 +1,17 @@
 """A stand-in for CUDA graphs on the CPU: the ops of a run are recorded and run again on the same memory, no Python."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.tiny import tiny_model
+from unsloth_trl.patches.attention import patch as attention
+from unsloth_trl.patches.compilation import graphs
+from unsloth_trl.patches.compilation import patch as compilation
+from unsloth_trl.patches.config import PatchConfig
+from unsloth_trl.patches.layout import PackedLayout
+from unsloth_trl.patches.registry import apply_patches, base_model
 
 
 class Recorder(TorchDispatchMode):
@@ -96,3 +105,48 @@ class Captures:
             return Graphed.apply(*inputs, *parameters)
 
         return replay
+
+
+@pytest.fixture(name="captures")
+def replayed(monkeypatch):
+    """Graphs of this file in the place of CUDA's, for models on the CPU."""
+    found = Captures()
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", found)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(compilation, "why_no_graphs", lambda decoder: None)
+    # FlashAttention's op, whose stand-in on the CPU reads `cu_seqlens` as the kernel does
+    refusal = attention.flash_refusal
+
+    def on_any_device(query, *rest):
+        return refusal(query.half(), *rest) if rest[-2] is not None or rest[-3] is not None else None
+
+    monkeypatch.setattr(attention, "flash_refusal", on_any_device)
+    return found
+
+
+def graphed(model) -> graphs.GraphedDecoder:
+    return attention.text_decoder(base_model(model)).__dict__["forward"]
+
+
+def patched(model_type="llama", **config):
+    model = tiny_model(model_type).train()
+    apply_patches(model, PatchConfig(cuda_graphs="on", **config))
+    return model
+
+
+def batch(*seqlens, seed=0):
+    layout = PackedLayout(seqlens, cu_seqlens_size=8, max_seqlen_multiple=16)
+    ids = torch.randint(9, 30, (1, layout.num_tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "packed_layout": layout, "position_ids": layout.position_ids}
+
+
+def hidden(model, inputs):
+    return attention.text_decoder(model)(**inputs).last_hidden_state
+
+
+def train(model, seeds):
+    """A micro-batch for each seed, each after the gradients of the one before are gone."""
+    for seed in seeds:
+        model.zero_grad()
+        hidden(model, batch(5, 7, seed=seed)).sum().backward()

@@ -15,7 +15,7 @@ import torch
 import unsloth_trl
 from tests.numerics import assert_logs_close, assert_runs_close, make_trainer, masked_rows, run_sft
 from tests.tiny import tiny_model
-from tests.trainers.graph_replay import Captures
+from tests.trainers.graph_replay import batch, graphed, hidden, patched, replayed  # noqa: F401 (replayed: a fixture)
 from unsloth_trl.data.collators import BOUNDARIES, LEAST_SEQLEN, PackedDataCollator, static_tokens
 from unsloth_trl.patches.attention import patch as attention
 from unsloth_trl.patches.compilation import graphs
@@ -35,27 +35,6 @@ PACKED = {
     "checkpoint_policy": "recompute",
     "rows": masked_rows(24, seed=5),
 }
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    found = Captures()
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", found)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(compilation, "why_no_graphs", lambda decoder: None)
-    # FlashAttention's op, whose stand-in on the CPU reads `cu_seqlens` as the kernel does
-    refusal = attention.flash_refusal
-
-    def on_any_device(query, *rest):
-        return refusal(query.half(), *rest) if rest[-2] is not None or rest[-3] is not None else None
-
-    monkeypatch.setattr(attention, "flash_refusal", on_any_device)
-    return found
-
-
-def graphed(model) -> graphs.GraphedDecoder:
-    return attention.text_decoder(base_model(model)).__dict__["forward"]
 
 
 def entry(trainer) -> str:
@@ -118,22 +97,6 @@ def test_static_tokens(num_tokens, most, multiple, expected):
     assert static_tokens(num_tokens, most, multiple) == expected
 
 
-def patched(model_type="llama", **config):
-    model = tiny_model(model_type).train()
-    apply_patches(model, PatchConfig(cuda_graphs="on", **config))
-    return model
-
-
-def batch(*seqlens, seed=0):
-    layout = PackedLayout(seqlens, cu_seqlens_size=8, max_seqlen_multiple=16)
-    ids = torch.randint(9, 30, (1, layout.num_tokens), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "packed_layout": layout, "position_ids": layout.position_ids}
-
-
-def hidden(model, inputs):
-    return attention.text_decoder(model)(**inputs).last_hidden_state
-
-
 def test_each_replay_has_its_own_layout(captures):
     model, reference = patched(), patched().eval()
     for seed, lengths in enumerate([(5, 7), (5, 7), (5, 7), (3, 9), (4, 4, 4)]):
@@ -161,96 +124,6 @@ def test_a_second_forward_before_the_backward_goes_the_usual_way(captures):
     assert captures.replays == 4
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_what_is_kept_is_not_overwritten(view, captures):
-    model = patched()
-    kept, grads = [], []
-    for seed in range(9):
-        for parameter in model.parameters():
-            parameter.grad = None
-        out = hidden(model, batch(5, 7, seed=seed))
-        out.sum().backward()
-        grad = model.model.layers[0].self_attn.q_proj.weight.grad
-        found = [out.detach(), grad[1:] if view else grad]
-        del grad
-        kept.append(found)
-        grads.append([t.clone() for t in found])
-    assert captures.number == 2 and captures.replays == 1 + 3  # captured again after the first was held
-    for mine, copies in zip(kept, grads, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, copies, strict=True))
-
-
-def test_gradients_are_lent_and_not_copied(captures):
-    model = patched()
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    for seed in range(5):
-        model.zero_grad()
-        hidden(model, batch(5, 7, seed=seed)).sum().backward()
-    assert captures.replays == 3 and captures.number == 1
-    buffer = graphed(model).gradients._buffers[weight]
-    assert weight.grad.data_ptr() == buffer.data_ptr()
-    first = weight.grad.clone()
-    hidden(model, batch(5, 7, seed=9)).sum().backward()  # one more micro-batch of the same step
-    assert captures.replays == 4 and weight.grad.data_ptr() != buffer.data_ptr()
-    torch.testing.assert_close(weight.grad, first + buffer)
-    model.zero_grad(set_to_none=False)
-    hidden(model, batch(5, 7, seed=9)).sum().backward()
-    assert captures.replays == 5 and torch.equal(weight.grad, buffer) and not torch.equal(first, buffer)
-
-
-def test_other_ways_to_get_a_gradient(captures):
-    """`torch.autograd.grad`, a hook on a weight, and a view that follows its gradient, next to gradients of before."""
-    model = patched()
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    for seed in range(4):
-        model.zero_grad()
-        hidden(model, batch(5, 7, seed=seed)).sum().backward()
-    kept = []
-    weight.register_hook(lambda grad: kept.append((grad, grad.clone())))
-    hidden(model, batch(5, 7, seed=4)).sum().backward()
-    (grad,) = torch.autograd.grad(hidden(model, batch(5, 7, seed=5)).sum(), weight)
-    kept.append((grad, grad.clone()))
-    for seed in range(6, 12):
-        hidden(model, batch(5, 7, seed=seed)).sum().backward()
-    assert captures.replays > 3 and len(kept) > 7
-    assert all(torch.equal(*pair) for pair in kept)
-
-
-def test_a_view_follows_its_gradient(captures):
-    model = patched()
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    for seed in range(4):
-        model.zero_grad()
-        hidden(model, batch(5, 7, seed=seed)).sum().backward()
-    view = weight.grad.view(-1)
-    before = view.clone()
-    hidden(model, batch(5, 7, seed=4)).sum().backward()
-    assert torch.equal(view, weight.grad.view(-1)) and not torch.equal(view, before)
-
-
-def test_hooks_on_weights_run_once(captures):
-    runs = []
-    for model in (patched(), patched().eval()):  # the second is never captured
-        weight = model.model.layers[0].self_attn.q_proj.weight
-        weight.register_hook(lambda grad: grad * 2)
-        for seed in range(5):
-            model.zero_grad()
-            hidden(model, batch(5, 7, seed=seed)).sum().backward()
-        runs.append(weight.grad)
-    assert captures.replays == 3
-    torch.testing.assert_close(*runs)
-
-
-def test_memory_of_weights_that_are_frozen_goes(captures):
-    model = patched()
-    for frozen in (False, True):
-        model.model.layers.requires_grad_(not frozen)
-        for seed in range(4):
-            hidden(model, batch(5, 7, seed=seed)).sum().backward()
-    trained = sum(p.requires_grad for p in model.model.parameters())
-    assert captures.number == 2 and len(graphed(model).gradients._buffers) == trained
-
-
 def test_two_shapes_share_memory(captures):
     model = patched()
     for _ in range(3):
@@ -261,17 +134,6 @@ def test_two_shapes_share_memory(captures):
     second = hidden(model, batch(6, 11))  # another graph, but the first one's activations are still needed
     assert captures.replays == 3
     (first.sum() + second.sum()).backward()
-
-
-def test_gradients_of_all_shapes_are_left_in_one_place(captures):
-    model = patched()
-    for _ in range(3):
-        for lengths in ((5, 7), (6, 11)):
-            hidden(model, batch(*lengths)).sum().backward()
-    buffers = {t.data_ptr() for t in graphed(model).gradients._buffers.values()}
-    assert len(buffers) == sum(p.grad is not None for p in model.parameters())
-    assert captures.number == 2 and {p for grads in captures.gradients for p in grads} == buffers
-    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_the_report_says_how_much_is_padding(captures):

@@ -106,7 +106,7 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
         refusal = self._collator_refusal(data_collator)
         skip = {}
         if refusal:
-            skip = {"attention": refusal, "lm_head": refusal, "cuda_graphs": refusal}
+            skip = dict.fromkeys(("attention", "lm_head", "cuda_graphs"), refusal)
         else:
             if not self._packs or not config.packed_metadata or self.args.max_length is None:
                 skip["cuda_graphs"] = "batches of few shapes need packed rows, packed_metadata and a max_length"
@@ -115,7 +115,7 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
                 self.data_collator, cached=config.packed_metadata, static_length=static_length
             )
             if not self._packs:
-                skip |= {"attention": "no batch is packed, so the model keeps its own attention"}
+                skip["attention"] = "no batch is packed, so the model keeps its own attention"
         if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:
             skip["checkpointing"] = reason
         config = settle_policy(config, self)
