@@ -65,6 +65,14 @@ def shared_memory(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
 
 
+@functools.cache
+def tiles_for_balance(device: torch.device) -> int:
+    """Tiles of keys in all, four for each multiprocessor, of which a longer one is divided."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 8
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def fused_refusal(query: torch.Tensor, value: torch.Tensor, dropout: float) -> str | None:
     """Why the kernel cannot take this call, or `None` if it can. Head size is the last dimension."""
     if query.device.type != "cuda":
@@ -145,11 +153,25 @@ def launch_backward(grad, query, key, value, out, lse, tables, scale, softcap, w
     from . import fused_kernels
 
     num_tokens, heads, _ = query.shape
-    delta = (grad.float() * out.float()).sum(-1).t().contiguous()
+    delta = torch.empty(heads, num_tokens, dtype=torch.float32, device=query.device)
+    shape = _shape_of(query, key, value)
+    rows = max(1, 8192 // shape["BLOCK_DV"])
+    fused_kernels.attention_delta_kernel[(-(-num_tokens // rows), heads)](
+        grad,
+        out,
+        delta,
+        num_tokens,
+        *grad.stride()[:2],
+        *out.stride()[:2],
+        V_SIZE=shape["V_SIZE"],
+        BLOCK_DV=shape["BLOCK_DV"],
+        BLOCK_M=rows,
+        num_warps=4,
+    )
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     numbers = (scale, softcap or 0.0, window, num_tokens)
     strides = [stride for x in (query, key, value, grad) for stride in x.stride()[:2]]
-    constants = {**_shape_of(query, key, value), "SOFTCAP": bool(softcap), "WINDOW": bool(window)}
+    constants = {**shape, "SOFTCAP": bool(softcap), "WINDOW": bool(window)}
     given = (query, key, value, grad, lse, delta)
     _launch(
         fused_kernels.attention_backward_q_kernel,
@@ -164,12 +186,17 @@ def launch_backward(grad, query, key, value, out, lse, tables, scale, softcap, w
         blocks=q_blocks,
         **constants,
     )
+    kv_heads, width = key.shape[1], shape["BLOCK_D"] + shape["BLOCK_DV"]
+    parts = None
+    if tables.num_slots:
+        parts = torch.empty(tables.num_slots, kv_heads, k_blocks.n, width, dtype=torch.float32, device=query.device)
     _launch(
         fused_kernels.attention_backward_kv_kernel,
-        (tables.k_tiles.shape[0], key.shape[1]),
+        (tables.k_tiles.shape[0], kv_heads),
         *given,
         dk,
         dv,
+        parts,
         tables.k_tiles,
         tables.k_spans,
         *numbers,
@@ -179,6 +206,21 @@ def launch_backward(grad, query, key, value, out, lse, tables, scale, softcap, w
         blocks=k_blocks,
         **constants,
     )
+    if parts is not None:
+        del shape["GROUP"]
+        rows = min(k_blocks.n, 16)
+        fused_kernels.attention_sum_kernel[(tables.k_sums.shape[0], kv_heads, k_blocks.n // rows)](
+            parts,
+            dk,
+            dv,
+            tables.k_sums,
+            *dk.stride()[:2],
+            *dv.stride()[:2],
+            **shape,
+            BLOCK_N=k_blocks.n,
+            BLOCK_M=rows,
+            num_warps=4,
+        )
     return dq, dk, dv, delta
 
 
@@ -190,7 +232,11 @@ class _Fused(torch.autograd.Function):
         shared = shared_memory(query.device)
         forward, *backward = (blocks_for(shared, query.dtype, size, part) for part in get_args(Part))
         rows = (forward.m, backward[0].m, backward[1].n)
-        tables = layout.derived(("fused", *rows), lambda found: build_tables(found, *rows))
+        group, programs = query.shape[1] // key.shape[1], -(-tiles_for_balance(query.device) // key.shape[1])
+        tables = layout.derived(
+            ("fused", *rows, group, programs),
+            lambda found: build_tables(found, *rows, group=group, programs=programs),
+        )
         out, lse = launch_forward(
             query, key, value, sinks, tables.q_tiles, tables.q_spans, scale, softcap, window, forward
         )

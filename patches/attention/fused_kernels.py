@@ -11,13 +11,14 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TILE = tl.constexpr(6)  # numbers of a tile: first row, end of segment, its start, its position, first and end span
+KEY_TILE = tl.constexpr(9)  # a tile of keys has three more: first and end unit, and its slot
+SUM = tl.constexpr(4)  # numbers of a sum: first row, end of segment, first and end slot
 SPAN = tl.constexpr(3)  # numbers of a span: first row, end row, position of the first row
 
 
 @triton.jit
-def _open_block(tiles, BLOCK: tl.constexpr):
-    """A program's rows, which of them are live, their positions, the first and the last of these, and its spans."""
-    at = tiles + tl.program_id(0) * TILE
+def _open_block(at, BLOCK: tl.constexpr):
+    """A tile's rows, which of them are live, their positions, the first and the last of these, and its spans."""
     first, seg_end = tl.load(at), tl.load(at + 1)
     to_pos = tl.load(at + 3) - tl.load(at + 2)
     rows = first + tl.arange(0, BLOCK)
@@ -192,7 +193,7 @@ def attention_forward_kernel(
     WINDOW: tl.constexpr,
 ):
     """Softmax over the keys of all spans of a block of queries, in one pass (FlashAttention-2, Dao 2023)."""
-    rows, live, q_pos, first_pos, last_pos, span, last_span = _open_block(tiles, BLOCK_M)
+    rows, live, q_pos, first_pos, last_pos, span, last_span = _open_block(tiles + tl.program_id(0) * TILE, BLOCK_M)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // GROUP
     query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D)
@@ -226,6 +227,29 @@ def attention_forward_kernel(
         span += 1
     _store_rows(out + head * stride_oh, acc / total[:, None], rows, live, stride_o, V_SIZE, BLOCK_DV)
     tl.store(lse + head * num_tokens + rows, (top + tl.log2(total)) / LOG2E, mask=live)
+
+
+@triton.jit
+def attention_delta_kernel(
+    grad,  # (num_tokens, heads, V_SIZE)
+    out,
+    delta,  # (heads, num_tokens) fp32
+    num_tokens,
+    stride_g,
+    stride_gh,
+    stride_o,
+    stride_oh,
+    V_SIZE: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """`<grad, out>` of each row and head."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = rows < num_tokens
+    head = tl.program_id(1).to(tl.int64)
+    left = _load_rows(grad + head * stride_gh, rows, live, stride_g, V_SIZE, BLOCK_DV).to(tl.float32)
+    right = _load_rows(out + head * stride_oh, rows, live, stride_o, V_SIZE, BLOCK_DV).to(tl.float32)
+    tl.store(delta + head * num_tokens + rows, tl.sum(left * right, axis=1), mask=live)
 
 
 @triton.jit
@@ -264,7 +288,7 @@ def attention_backward_q_kernel(
     WINDOW: tl.constexpr,
 ):
     """The gradient of a block of queries, which walks as the forward does."""
-    rows, live, q_pos, first_pos, last_pos, span, last_span = _open_block(tiles, BLOCK_M)
+    rows, live, q_pos, first_pos, last_pos, span, last_span = _open_block(tiles + tl.program_id(0) * TILE, BLOCK_M)
     head = tl.program_id(1).to(tl.int64)
     kv_head = head // GROUP
     query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D)
@@ -303,6 +327,7 @@ def attention_backward_kv_kernel(
     delta,
     dk,  # (num_tokens, kv_heads, SIZE), contiguous
     dv,  # (num_tokens, kv_heads, V_SIZE), contiguous
+    parts,  # (num_slots, kv_heads, BLOCK_N, BLOCK_D + BLOCK_DV) fp32, or None where no tile has a slot
     tiles,
     spans,
     scale,
@@ -332,42 +357,86 @@ def attention_backward_kv_kernel(
     WINDOW: tl.constexpr,
 ):
     """
-    The gradients of a block of `BLOCK_N` keys: sums over all queries of all heads that see them, in a fixed order.
+    The gradients of a block of `BLOCK_N` keys: sums over the queries that see them, in a fixed order.
+
+    A unit of its work is a span of one head's queries. A tile with a slot has some units of its block and leaves their
+    sums there, for `attention_sum_kernel`; one without has them all.
     """
-    cols, live, k_pos, first_pos, last_pos, first_span, last_span = _open_block(tiles, BLOCK_N)
+    at = tiles + tl.program_id(0) * KEY_TILE
+    cols, live, k_pos, first_pos, last_pos, first_span, last_span = _open_block(at, BLOCK_N)
     kv_head = tl.program_id(1).to(tl.int64)
     key = _load_rows(k + kv_head * stride_kh, cols, live, stride_k, SIZE, BLOCK_D)
     value = _load_rows(v + kv_head * stride_vh, cols, live, stride_v, V_SIZE, BLOCK_DV)
     d_key = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     d_value = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        span = first_span
-        while span < last_span:
-            q_start, q_end, q_pos0 = _load_span(spans, span)
-            start, end = _queries_of(q_start, q_end, q_pos0, first_pos, last_pos, window, WINDOW)
-            first, last = _inner_queries(start, end, q_start, q_pos0, first_pos, last_pos, window, BLOCK_M, WINDOW)
-            for m in range(first, last, BLOCK_M):
-                rows = m + tl.arange(0, BLOCK_M)
-                query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D, MASKED=False)
-                d_out = _load_rows(grad + head * stride_gh, rows, live, stride_g, V_SIZE, BLOCK_DV, MASKED=False)
-                level = tl.load(lse + head * num_tokens + rows) * LOG2E
-                inner = tl.load(delta + head * num_tokens + rows)
-                d_key, d_value = _backward_kv(
-                    d_key, d_value, key, value, query, d_out, level, inner, None, scale, softcap, SOFTCAP
-                )
-            for step in range(start, end - (last - first), BLOCK_M):  # those in front of them, and those behind
-                rows = tl.where(step < first, step, step + last - first) + tl.arange(0, BLOCK_M)
-                inside = rows < end
-                query = _load_rows(q + head * stride_qh, rows, inside, stride_q, SIZE, BLOCK_D)
-                d_out = _load_rows(grad + head * stride_gh, rows, inside, stride_g, V_SIZE, BLOCK_DV)
-                level = tl.load(lse + head * num_tokens + rows, mask=inside, other=0.0) * LOG2E
-                inner = tl.load(delta + head * num_tokens + rows, mask=inside, other=0.0)
-                both = inside[None, :] & live[:, None]
-                seen = _seen((q_pos0 + rows - q_start)[None, :], k_pos[:, None], both, window, WINDOW)
-                d_key, d_value = _backward_kv(
-                    d_key, d_value, key, value, query, d_out, level, inner, seen, scale, softcap, SOFTCAP
-                )
-            span += 1
-    _store_rows(dk + kv_head * stride_dkh, d_key * scale, cols, live, stride_dk, SIZE, BLOCK_D)
-    _store_rows(dv + kv_head * stride_dvh, d_value, cols, live, stride_dv, V_SIZE, BLOCK_DV)
+    for unit in range(tl.load(at + 6), tl.load(at + 7)):
+        head = kv_head * GROUP + unit // (last_span - first_span)
+        q_start, q_end, q_pos0 = _load_span(spans, first_span + unit % (last_span - first_span))
+        start, end = _queries_of(q_start, q_end, q_pos0, first_pos, last_pos, window, WINDOW)
+        first, last = _inner_queries(start, end, q_start, q_pos0, first_pos, last_pos, window, BLOCK_M, WINDOW)
+        for m in range(first, last, BLOCK_M):
+            rows = m + tl.arange(0, BLOCK_M)
+            query = _load_rows(q + head * stride_qh, rows, live, stride_q, SIZE, BLOCK_D, MASKED=False)
+            d_out = _load_rows(grad + head * stride_gh, rows, live, stride_g, V_SIZE, BLOCK_DV, MASKED=False)
+            level = tl.load(lse + head * num_tokens + rows) * LOG2E
+            inner = tl.load(delta + head * num_tokens + rows)
+            d_key, d_value = _backward_kv(
+                d_key, d_value, key, value, query, d_out, level, inner, None, scale, softcap, SOFTCAP
+            )
+        for step in range(start, end - (last - first), BLOCK_M):  # those in front of them, and those behind
+            rows = tl.where(step < first, step, step + last - first) + tl.arange(0, BLOCK_M)
+            inside = rows < end
+            query = _load_rows(q + head * stride_qh, rows, inside, stride_q, SIZE, BLOCK_D)
+            d_out = _load_rows(grad + head * stride_gh, rows, inside, stride_g, V_SIZE, BLOCK_DV)
+            level = tl.load(lse + head * num_tokens + rows, mask=inside, other=0.0) * LOG2E
+            inner = tl.load(delta + head * num_tokens + rows, mask=inside, other=0.0)
+            both = inside[None, :] & live[:, None]
+            seen = _seen((q_pos0 + rows - q_start)[None, :], k_pos[:, None], both, window, WINDOW)
+            d_key, d_value = _backward_kv(
+                d_key, d_value, key, value, query, d_out, level, inner, seen, scale, softcap, SOFTCAP
+            )
+    slot = tl.load(at + 8)
+    if slot < 0:
+        _store_rows(dk + kv_head * stride_dkh, d_key * scale, cols, live, stride_dk, SIZE, BLOCK_D)
+        _store_rows(dv + kv_head * stride_dvh, d_value, cols, live, stride_dv, V_SIZE, BLOCK_DV)
+    if parts is not None:
+        width: tl.constexpr = BLOCK_D + BLOCK_DV
+        if slot >= 0:
+            own = parts + (tl.cast(slot, tl.int64) * tl.num_programs(1) + kv_head) * (BLOCK_N * width)
+            within = tl.arange(0, BLOCK_N)
+            _store_rows(own, d_key * scale, within, live, width, BLOCK_D, BLOCK_D)
+            _store_rows(own + BLOCK_D, d_value, within, live, width, BLOCK_DV, BLOCK_DV)
+
+
+@triton.jit
+def attention_sum_kernel(
+    parts,  # as in `attention_backward_kv_kernel`
+    dk,
+    dv,
+    sums,
+    stride_dk,
+    stride_dkh,
+    stride_dv,
+    stride_dvh,
+    SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The gradients of `BLOCK_M` of a block's `BLOCK_N` keys from the sums in their slots, one after the other."""
+    at = sums + tl.program_id(0) * SUM
+    kv_head = tl.program_id(1).to(tl.int64)
+    within = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.load(at) + within
+    live = rows < tl.load(at + 1)
+    width: tl.constexpr = BLOCK_D + BLOCK_DV
+    d_key = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    d_value = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
+    for slot in range(tl.load(at + 2), tl.load(at + 3)):
+        own = parts + (tl.cast(slot, tl.int64) * tl.num_programs(1) + kv_head) * (BLOCK_N * width)
+        d_key += _load_rows(own, within, live, width, BLOCK_D, BLOCK_D)
+        d_value += _load_rows(own + BLOCK_D, within, live, width, BLOCK_DV, BLOCK_DV)
+    _store_rows(dk + kv_head * stride_dkh, d_key, rows, live, stride_dk, SIZE, BLOCK_D)
+    _store_rows(dv + kv_head * stride_dvh, d_value, rows, live, stride_dv, V_SIZE, BLOCK_DV)

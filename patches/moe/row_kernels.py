@@ -48,31 +48,21 @@ def _zero_rest(dweights, order, offsets, num_rows, num_experts, BLOCK_M: tl.cons
 
 
 @triton.jit
-def _load_pair(base, live, col, end, width, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+def _load_halves(base, live, col, width, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     """
-    Columns `col` to `col + BLOCK_N`, before `end`, of gate and of up from rows of `2 * width`, which start at `base`
-    `(rows, 1)`.
+    Columns `col` to `col + BLOCK_N` of gate and of up from rows of `2 * width`, which start at `base` `(ROWS, 1)`.
 
-    Interleaved columns are read in one piece, so that reads stay wide; `_halves` separates them in registers. Nothing
-    here waits for what it reads.
+    Interleaved columns are read in one piece and separated in registers, so that reads stay wide.
     """
     if INTERLEAVED:
         cols = 2 * col + tl.arange(0, 2 * BLOCK_N)
-        gate = tl.load(base + cols[None, :], mask=live[:, None] & (cols < 2 * end)[None, :], other=0.0)
-        up = gate
+        both = tl.load(base + cols[None, :], mask=live[:, None] & (cols < 2 * width)[None, :], other=0.0)
+        gate, up = tl.split(tl.reshape(both, (ROWS, BLOCK_N, 2)))
     else:
         cols = col + tl.arange(0, BLOCK_N)
-        mask = live[:, None] & (cols < end)[None, :]
+        mask = live[:, None] & (cols < width)[None, :]
         gate = tl.load(base + cols[None, :], mask=mask, other=0.0)
         up = tl.load(base + width + cols[None, :], mask=mask, other=0.0)
-    return gate, up
-
-
-@triton.jit
-def _halves(gate, up, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Gate and up of what `_load_pair` gave."""
-    if INTERLEAVED:
-        gate, up = tl.split(tl.reshape(gate, (ROWS, BLOCK_N, 2)))
     return gate, up
 
 
@@ -194,18 +184,13 @@ def gate_forward_kernel(
     source = gu + (rows * 2 * width)[:, None]
     target = h + (rows * width)[:, None]
     start = tl.program_id(1) * chunk
-    end_col = min(start + chunk, width)
     total = tl.zeros((BLOCK_M, RANK_DOWN_PAD), dtype=tl.float32)
-    next_gate, next_up = _load_pair(source, live, start, end_col, width, INTERLEAVED, BLOCK_N)
-    for col in range(start, end_col, BLOCK_N):
+    for col in range(start, min(start + chunk, width), BLOCK_N):
         cols = col + tl.arange(0, BLOCK_N)
-        gate, up = _halves(next_gate, next_up, INTERLEAVED, BLOCK_M, BLOCK_N)
+        gate, up = _load_halves(source, live, col, width, INTERLEAVED, BLOCK_M, BLOCK_N)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
-        # on their way while this step computes
-        next_gate, next_up = _load_pair(source, live, col + BLOCK_N, end_col, width, INTERLEAVED, BLOCK_N)
         if RANK:
-            b_gate, b_up = _load_pair(b, ranks < RANK, col, width, width, INTERLEAVED, BLOCK_N)
-            b_gate, b_up = _halves(b_gate, b_up, INTERLEAVED, RANK_PAD, BLOCK_N)
+            b_gate, b_up = _load_halves(b, ranks < RANK, col, width, INTERLEAVED, RANK_PAD, BLOCK_N)
             gate += tl.dot(projected, b_gate, input_precision="ieee")
             up += tl.dot(projected, b_up, input_precision="ieee")
         gate, up = _clamp(gate, up, limit, KIND)
@@ -273,22 +258,14 @@ def gate_backward_kernel(
     weight = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)[:, None]
     products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, RANK_PAD), dtype=tl.float32)
-    source = gu + (rows * 2 * width)[:, None]
-    grads = dh + (rows * width)[:, None]
-    cols = tl.arange(0, BLOCK_N)
-    next_gate, next_up = _load_pair(source, live, 0, width, width, INTERLEAVED, BLOCK_N)
-    next_grad = tl.load(grads + cols[None, :], mask=live[:, None] & (cols < width)[None, :], other=0.0)
     for col in range(0, width, BLOCK_N):
+        cols = col + tl.arange(0, BLOCK_N)
         mask = live[:, None] & (cols < width)[None, :]
-        gate, up = _halves(next_gate, next_up, INTERLEAVED, BLOCK_M, BLOCK_N)
-        gate, up, grad = gate.to(tl.float32), up.to(tl.float32), next_grad.to(tl.float32)
-        # on their way while this step computes
-        following = cols + BLOCK_N
-        next_gate, next_up = _load_pair(source, live, col + BLOCK_N, width, width, INTERLEAVED, BLOCK_N)
-        next_grad = tl.load(grads + following[None, :], mask=live[:, None] & (following < width)[None, :], other=0.0)
+        gate, up = _load_halves(gu + (rows * 2 * width)[:, None], live, col, width, INTERLEAVED, BLOCK_M, BLOCK_N)
+        grad = tl.load(dh + (rows * width)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
         if RANK:
-            b_gate, b_up = _load_pair(b, ranks < RANK, col, width, width, INTERLEAVED, BLOCK_N)
-            b_gate, b_up = _halves(b_gate, b_up, INTERLEAVED, RANK_PAD, BLOCK_N)
+            b_gate, b_up = _load_halves(b, ranks < RANK, col, width, INTERLEAVED, RANK_PAD, BLOCK_N)
             gate += tl.dot(projected, b_gate, input_precision="ieee")
             up += tl.dot(projected, b_up, input_precision="ieee")
         if RANK_DOWN:
@@ -314,7 +291,6 @@ def gate_backward_kernel(
         if RANK:
             total = tl.dot(d_gate, tl.trans(b_gate), total, input_precision="ieee")
             total = tl.dot(d_up, tl.trans(b_up), total, input_precision="ieee")
-        cols = following
     if RANK:
         _store_ranks(dgub, total, rows, live, RANK, RANK_PAD)
     tl.store(dweights + slot, tl.sum(products, axis=1), mask=live)

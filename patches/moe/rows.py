@@ -68,16 +68,17 @@ def _rows(num_rows: int) -> dict[str, int]:
     return {"TILE": TILE_ROWS, "BLOCK_M": 32 if num_rows >= _MANY_ROWS else 16}
 
 
-def _gate_steps(dtype: torch.dtype, block_m: int, *ranks: int) -> dict[str, int]:
+def _gate_steps(dtype: torch.dtype, block_m: int, *ranks: int, backward: bool = False) -> dict[str, int]:
     """
     The activation's columns and warps. Its values are an operand of a product, and warps beyond one for 16 rows would
     all compute the same ones; without products the warps share the columns.
     """
     if not any(ranks):
         return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    # factors of a high rank in 32 bits do not fit three times into the shared memory of sm_86 and sm_120
-    stages = 2 if dtype.itemsize == 4 and max(ranks) > 64 else 3
-    return {"BLOCK_N": _columns(32, dtype, *ranks), "num_warps": block_m // 16, "num_stages": stages}
+    columns, stages = (64, 2) if backward else (32, 3)
+    if dtype.itemsize == 4 and max(ranks) > 64:
+        stages = 2  # more factors do not fit into the shared memory of sm_86 and sm_120
+    return {"BLOCK_N": _columns(columns, dtype, *ranks), "num_warps": block_m // 16, "num_stages": stages}
 
 
 def _parts(routing: Routing, blocks: dict[str, int]) -> int:
@@ -288,7 +289,7 @@ def launch_gate_backward(gu, dh, routing, kind, weights, xa, b, dyb, a_down, alp
     dgub = None if b is None else gu.new_empty(routing.num_rows, ranks["RANK"])
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=gu.device)
     if dh.numel():
-        steps = _gate_steps(gu.dtype, blocks["BLOCK_M"], ranks["RANK"], down["RANK_DOWN"])
+        steps = _gate_steps(gu.dtype, blocks["BLOCK_M"], ranks["RANK"], down["RANK_DOWN"], backward=True)
         with torch.cuda.device_of(gu):
             gate_backward_kernel[(_parts(routing, blocks),)](
                 gu,

@@ -57,8 +57,11 @@ def test_error_against_fp64(layout, size, kind, dtype):
         return [out.detach(), *torch.autograd.grad(out, leaves, tensors[4])]
 
     found = run()
-    floor = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    assert all(ours <= max(1.5 * theirs, floor) for ours, theirs in zip(errors(found, truth), plain, strict=True))
+    # where a query sees one key, 64 products of about 1 cancel those of another order, which eager does not have:
+    # 64 * 2^-24 of rounding, times the scale, against a tenth
+    floor = {torch.float32: 1.2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    ours = errors(found, truth)
+    assert all(own <= max(1.5 * other, floor) for own, other in zip(ours, plain, strict=True)), (ours, plain)
     assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True)), "two runs differ"
 
 

@@ -91,7 +91,10 @@ def kernels(tensors, layout, window, softcap):
     """Output and gradients by the kernels, whatever the device."""
     query, key, value, sinks, grad = tensors
     forward, for_queries, for_keys = BLOCKS
-    tables = build_tables(layout, forward.m, for_queries.m, for_keys.n)
+    group = query.shape[1] // key.shape[1]
+    rows = (forward.m, for_queries.m, for_keys.n)
+    # so little work that blocks of keys with descendants, or with several query heads, are divided
+    tables = build_tables(layout, *rows, group=group, programs=6, least_work=8)
     settings = (0.3, softcap, window or 0)
     out, lse = fused.launch_forward(query, key, value, sinks, tables.q_tiles, tables.q_spans, *settings, forward)
     given = (grad, query, key, value, out, lse, tables)

@@ -24,15 +24,16 @@ def test_tables_of_a_group():
     assert tables.q_spans.tolist() == [[0, 5, 0], [0, 5, 0], [5, 8, 5], [8, 10, 0]]
     # the prompt's keys are seen by itself and by the completion
     assert tables.k_tiles.tolist() == [
-        [0, 5, 0, 0, 0, 2],
-        [2, 5, 0, 0, 0, 2],
-        [4, 5, 0, 0, 0, 2],
-        [5, 8, 5, 5, 2, 3],
-        [7, 8, 5, 5, 2, 3],
-        [8, 10, 8, 0, 3, 4],
+        [0, 5, 0, 0, 0, 2, 0, 2, -1],
+        [2, 5, 0, 0, 0, 2, 0, 2, -1],
+        [4, 5, 0, 0, 0, 2, 0, 2, -1],
+        [5, 8, 5, 5, 2, 3, 0, 1, -1],
+        [7, 8, 5, 5, 2, 3, 0, 1, -1],
+        [8, 10, 8, 0, 3, 4, 0, 1, -1],
     ]
+    assert not tables.k_sums.numel() and tables.num_slots == 0
     assert tables.k_spans.tolist() == [[0, 5, 0], [5, 8, 5], [5, 8, 5], [8, 10, 0]]
-    assert all(table.dtype == torch.int32 for table in tables)
+    assert all(table.dtype == torch.int32 for table in tables[:-1])
 
 
 def test_tables_of_a_chain():
@@ -40,7 +41,31 @@ def test_tables_of_a_chain():
     tables = build_tables(PackedLayout([2, 3, 4], [-1, 0, 1]), 16, 16, 16)
     assert tables.q_tiles.tolist() == [[5, 9, 5, 5, 3, 6], [2, 5, 2, 2, 1, 3], [0, 2, 0, 0, 0, 1]]
     assert tables.q_spans.tolist() == [[0, 2, 0], [0, 2, 0], [2, 5, 2], [0, 2, 0], [2, 5, 2], [5, 9, 5]]
-    assert tables.k_tiles.tolist() == [[0, 2, 0, 0, 0, 3], [2, 5, 2, 2, 3, 5], [5, 9, 5, 5, 5, 6]]
+    assert tables.k_tiles.tolist() == [
+        [0, 2, 0, 0, 0, 3, 0, 3, -1],
+        [2, 5, 2, 2, 3, 5, 0, 2, -1],
+        [5, 9, 5, 5, 5, 6, 0, 1, -1],
+    ]
+
+
+def test_a_prompt_with_many_completions_is_divided():
+    """
+    Two query heads, a prompt of 4 that completions of 6 and 2 see: 24 rows of queries for its block, and 12 and 4 for
+    theirs, 40 in all. A share of 10 cuts the prompt's six units, 4, 6 and 2 of either head, where 8, 16 and 24 thirds.
+    """
+    tables = build_tables(PackedLayout([4, 6, 2], [-1, 0, 0]), 16, 16, 16, group=2, programs=4, least_work=1)
+    assert tables.k_spans.tolist() == [[0, 4, 0], [4, 10, 4], [10, 12, 4], [4, 10, 4], [10, 12, 4]]
+    prompt, first, second = [0, 4, 0, 0, 0, 3], [4, 10, 4, 4, 3, 4], [10, 12, 10, 4, 4, 5]
+    assert tables.k_tiles.tolist() == [
+        [*prompt, 0, 2, 0],
+        [*prompt, 4, 6, 2],
+        [*prompt, 2, 4, 1],
+        [*first, 0, 1, 3],
+        [*first, 1, 2, 4],
+        [*second, 0, 2, -1],
+    ]
+    assert tables.k_sums.tolist() == [[0, 4, 0, 3], [4, 10, 3, 5]]
+    assert tables.num_slots == 5
 
 
 def test_kernels_interpreted():
@@ -66,7 +91,7 @@ class Shape:
         self.query, self.key = empty(tokens, heads, size), empty(tokens, kv_heads, size)
         self.value, self.grad = empty(tokens, kv_heads, v_size), empty(tokens, heads, v_size)
         self.sinks = empty(heads) if sinks else None
-        self.tables = Tables(*(empty(4, width, dtype=torch.int32) for width in WIDTHS))
+        self.tables = Tables(*(empty(4, width, dtype=torch.int32) for width in WIDTHS), num_slots=4)
         self.settings = (0.1, softcap, window)
         self.blocks = [fused.blocks_for(shared, dtype, max(size, v_size), part) for part in get_args(fused.Part)]
 
@@ -104,7 +129,8 @@ def test_kernels_compile(target, size, v_size, kind, monkeypatch):
     pytest.importorskip("triton")
     from unsloth_trl.patches.attention import fused_kernels
 
-    names = ("attention_forward_kernel", "attention_backward_q_kernel", "attention_backward_kv_kernel")
+    names = [name for name in vars(fused_kernels) if name.endswith("_kernel")]
+    assert len(names) == 5
     kernels = [getattr(fused_kernels, name) for name in names]
     recorders = [Recorder() for _ in names]
     for name, recorder in zip(names, recorders, strict=True):
