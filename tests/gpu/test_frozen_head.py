@@ -55,7 +55,7 @@ def test_as_exact_as_trls(dtype, case, vocab, monkeypatch):
     monkeypatch.setattr(frozen, "LOGITS_BYTES", 256 * vocab * dtype.itemsize)  # four chunks
     hidden, weight, targets, grad = draw(dtype, vocab)
     expected, margin = exact(hidden, weight, targets, grad, **case)
-    clear = margin.abs() > 4 * torch.finfo(dtype).eps  # no tie of rounded logits
+    clear = margin.abs() > 1.5 * torch.finfo(dtype).eps  # no tie of rounded logits
     assert (clear & (margin > 0)).float().mean() > 0.2
     errors = {}
     for name, run in (("trl", trls), ("ours", lambda h, w, t, **c: frozen_head_scores(h, w, None, t, **c))):
