@@ -1,7 +1,8 @@
 """Configuration of the trainers: TRL's, plus the switches of this package."""
 
+import copy
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import trl
@@ -90,6 +91,24 @@ class PatchArguments:
         default=False, metadata={"help": "Pack on an architecture that is not verified, at your own risk."}
     )
 
+    # A trainer writes its config into training_args.bin, and that file is pushed: the token stays out of pickles.
+    # Copies inside of this process keep it.
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"hub_token": None}
+
+    def __copy__(self):
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: dict):
+        other = memo[id(self)] = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
+
+    def __repr__(self) -> str:
+        return str(self)  # the Trainer's, which hides tokens where dataclass's own shows them
+
     def _check_patch_arguments(self) -> None:
         PatchConfig.from_args(self)  # raises for a value it does not know
         self._require_bool(*(switch.name for switch in fields(PatchArguments) if switch.type is bool))
@@ -122,7 +141,7 @@ class PatchArguments:
             self.bf16 = False
 
 
-@dataclass
+@dataclass(repr=False)
 class SFTConfig(PatchArguments, trl.SFTConfig):
     """
     `trl.SFTConfig` with the fields of `PatchArguments`. The default `accelerator_config` copies batches to the device
@@ -138,7 +157,7 @@ class SFTConfig(PatchArguments, trl.SFTConfig):
         super().__post_init__()
 
 
-@dataclass
+@dataclass(repr=False)
 class GRPOConfig(PatchArguments, trl.GRPOConfig):
     """
     `trl.GRPOConfig` with the fields of `PatchArguments` and these.

@@ -40,6 +40,7 @@ from .construction import (
     take_off_earlier_patches,
 )
 from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
+from .publishing import Publishing
 from .rollouts import EmptyCompletions
 
 
@@ -65,7 +66,7 @@ class TokenCounts:
     padded: int = 0
 
 
-class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
+class GRPOTrainer(Publishing, MemoryPlanning, trl.GRPOTrainer):
     """
     `trl.GRPOTrainer` in which the prompt of a group goes through the model once per pass, and padding never does. Same
     arguments, same losses, same adapters: rollouts, rewards and all loss mathematics are TRL's.
@@ -94,6 +95,7 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
 
     _tag_names = [*trl.GRPOTrainer._tag_names, "unsloth_trl"]
     _counted = ("token_counts",)
+    _command, _counted_tokens = "grpo", "prompts and completions, with the time of generation and rewards"
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
         self._said: set[str] = set()
         self.token_counts = TokenCounts()
         super().__init__(model, reward_funcs, args, *trl_args, **trl_kwargs)
+        self._start_publishing()
         self._head_temperature = self.temperature  # as in TRL's head, which keeps the one that it was made with
         if not self._patched:
             self._refusal = "patches='none'"
@@ -143,6 +146,15 @@ class GRPOTrainer(MemoryPlanning, trl.GRPOTrainer):
                 )
             )
         self._report_trainer()
+
+    @property
+    def _steps_per_cycle(self) -> int:
+        """Optimizer steps after which completions are generated anew, and whole generations have been used up."""
+        micro_batches = self.args.steps_per_generation * self.num_iterations
+        return micro_batches // math.gcd(micro_batches, self.args.gradient_accumulation_steps)
+
+    def _tokens_trained(self) -> int:
+        return self.state.num_input_tokens_seen
 
     def _why_not_shared(self) -> str | None:
         """Why all passes have to stay TRL's, or `None`."""

@@ -31,6 +31,7 @@ from .construction import (
 )
 from .metrics import DeviceMetrics
 from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
+from .publishing import Publishing
 
 
 logger = get_logger(__name__)
@@ -49,7 +50,7 @@ class _RestoreNanFilter(TrainerCallback):
     on_pre_optimizer_step = on_substep_end = on_step_end = _restore
 
 
-class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
+class SFTTrainer(Publishing, MemoryPlanning, trl.SFTTrainer):
     """
     `trl.SFTTrainer` with packed attention, a head that is told where the labels are, and metrics that stay on the
     device until they are logged. Same arguments, same losses, same adapters.
@@ -75,6 +76,7 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
 
     _tag_names = [*trl.SFTTrainer._tag_names, "unsloth_trl"]
     _counted = ("_device_metrics",)
+    _command, _counted_tokens = "sft", "tokens of the batches, without padding"
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
         self._device_metrics = DeviceMetrics(self.accelerator)
         self._modules: list[torch.nn.Module] = []  # of the model being trained, for `training_step`
         self._flops_per_token: float | None = None
+        self._start_publishing()
         if not self._patched:
             self.patch_report = PatchReport(base_model(self.model), [PatchEntry("all", (), "patches='none'")])
             return
@@ -308,9 +311,16 @@ class SFTTrainer(MemoryPlanning, trl.SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         for mode in ("train", "eval"):
-            for row in self._device_metrics.drain(mode):
-                self._record(mode, row)
+            self._drain(mode)
         super().log(logs, start_time)
+
+    def _drain(self, mode: str) -> None:
+        for row in self._device_metrics.drain(mode):
+            self._record(mode, row)
+
+    def _tokens_trained(self) -> int:
+        self._drain("train")
+        return self._total_train_tokens
 
     def _record(self, mode: str, row) -> None:
         """One micro-batch into TRL's own metric lists, as its `compute_loss` would have done."""

@@ -1,0 +1,1 @@
+"""From a trained model to files that others load: the Hub, merged weights, GGUF."""

@@ -1,0 +1,209 @@
+"""Merged weights and GGUF files to the Hub: a repository first, then the files, then one upload."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from .card import base_of, name_base, warn_of_local_base, write_export_card
+from .kinds import FILES, kinds_among, refuse_other_kinds_on_hub
+from .refusals import explain_refusal
+
+
+# of how many files the weights were cut into: an earlier push may have left more of them
+_STALE = ("model-*-of-*.safetensors", "model.safetensors", "model.safetensors.index.json")
+
+
+def push_to_hub_merged(
+    model: nn.Module,
+    repo_id: str,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    save_method: str = "merged_16bit",
+    token: str | None = None,
+    private: bool | None = None,
+    commit_message: str | None = None,
+    *,
+    revision: str | None = None,
+    tags: Sequence[str] = (),
+    **merge_options: Any,
+) -> CommitInfo:
+    """
+    Merge a model's adapter and push the result, or push the adapter alone.
+
+    The repository is made before anything is uploaded, with the visibility that was asked for. If the upload fails, the
+    files stay on disk and the error says where.
+
+    Args:
+        model (`nn.Module`): A PEFT model, or a model without adapters.
+        repo_id (`str`): `"owner/name"`, or a name of your own account.
+        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*): Goes with the weights.
+        save_method (`str`, *optional*, defaults to `"merged_16bit"`): Or `"lora"`; see `save_pretrained_merged`.
+        token (`str`, *optional*): Of the Hub; by default the one of `hf auth login`. It is not written to any file.
+        private (`bool`, *optional*): Visibility of a new repository; by default what the account has set. A repository
+            that exists keeps its own.
+        commit_message (`str`, *optional*): Of the upload.
+        revision (`str`, *optional*): Branch to push to.
+        tags (`Sequence[str]`, *optional*): For the card, beside `"unsloth_trl"`.
+        merge_options: Passed on to `save_pretrained_merged`.
+
+    Returns:
+        `CommitInfo`: Of the Hub.
+
+    Raises:
+        PermissionError: If the Hub refuses the token.
+        ValueError: If the repository holds an adapter and is to get weights, or the other way round.
+        OSError: If the upload fails; what was uploaded by then is not uploaded again by the next try.
+    """
+    kind = "adapter" if save_method == "lora" else "merged"
+
+    def save(folder: Path) -> None:
+        from .merge import save_pretrained_merged
+
+        save_pretrained_merged(model, folder, tokenizer, save_method=save_method, **merge_options)
+
+    return _push(
+        model,
+        repo_id,
+        kind,
+        save,
+        token=token,
+        private=private,
+        commit_message=commit_message or f"Upload {'adapter' if kind == 'adapter' else 'merged weights'}",
+        revision=revision,
+        tags=tags,
+        stale=_STALE if kind == "merged" else (),
+    )
+
+
+def push_to_hub_gguf(
+    model: nn.Module,
+    repo_id: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quantization_method: str | Sequence[str] = "q8_0",
+    token: str | None = None,
+    private: bool | None = None,
+    commit_message: str | None = None,
+    *,
+    revision: str | None = None,
+    tags: Sequence[str] = (),
+    **gguf_options: Any,
+) -> CommitInfo:
+    """
+    Merge a model's adapter, write GGUF files and push them, with the tokenizer's own files.
+
+    Args:
+        model (`nn.Module`): A PEFT model, or a model without adapters.
+        repo_id (`str`): `"owner/name"`, or a name of your own account.
+        tokenizer (`PreTrainedTokenizerBase`): The model's.
+        quantization_method (`str` or sequence of `str`, *optional*, defaults to `"q8_0"`): See `save_pretrained_gguf`.
+        token, private, commit_message, revision, tags: As in `push_to_hub_merged`.
+        gguf_options: Passed on to `save_pretrained_gguf`.
+
+    Returns:
+        `CommitInfo`: Of the Hub.
+
+    Raises:
+        PermissionError, ValueError, OSError: As in `push_to_hub_merged`.
+        LlamaCppNotFoundError: If llama.cpp is needed and not found; nothing is uploaded.
+    """
+    gguf_options.setdefault("name", repo_id.rsplit("/", 1)[-1])
+
+    def save(folder: Path) -> None:
+        from .gguf import MERGED_FOLDER, save_pretrained_gguf
+
+        save_pretrained_gguf(model, folder, tokenizer, quantization_method=quantization_method, **gguf_options)
+        merged = folder / MERGED_FOLDER
+        weights = {name for names in kinds_among(path.name for path in merged.iterdir()).values() for name in names}
+        for path in merged.iterdir():
+            # the tokenizer, its chat template and the generation config go beside the GGUF files
+            if path.is_file() and path.name not in weights | {"config.json", "README.md"}:
+                shutil.copy(path, folder / path.name)
+        shutil.rmtree(merged)
+
+    return _push(
+        model,
+        repo_id,
+        "gguf",
+        save,
+        token=token,
+        private=private,
+        commit_message=commit_message or "Upload GGUF files",
+        revision=revision,
+        tags=["gguf", *tags],
+    )
+
+
+def _push(
+    model: nn.Module,
+    repo_id: str,
+    kind: str,
+    save: Callable[[Path], None],
+    *,
+    token: str | None,
+    private: bool | None,
+    commit_message: str,
+    revision: str | None,
+    tags: Sequence[str],
+    stale: Sequence[str] = (),
+) -> CommitInfo:
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        refuse_other_kinds_on_hub(repo_id, kind, token, revision)
+    except HfHubHTTPError as error:
+        explain_refusal(error, repo_id)
+        raise
+    base = name_base(model) if kind == "adapter" else base_of(model)
+    warn_of_local_base(base, repo_id, kind == "adapter")
+    scratch = Path(tempfile.mkdtemp(prefix="unsloth_trl-push-"))
+    folder = scratch / repo_id.rsplit("/", 1)[-1]
+    try:
+        save(folder)
+        found = kinds_among(path.name for path in folder.iterdir())
+        if list(found) != [kind]:
+            raise ValueError(f"{folder} was to get {kind} files ({', '.join(FILES[kind])}) and has {found or 'none'}")
+        write_export_card(folder, repo_id, base, kind=kind, tags=[*_trainer_tags(model), *tags], files=found[kind])
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    try:
+        made = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+            delete_patterns=list(stale) or None,
+        )
+    except HfHubHTTPError as error:
+        explain_refusal(error, repo_id)
+        raise OSError(f"{_one_line(error)}; {_what_next(folder, repo_id, revision)}") from error
+    except Exception as error:
+        error.add_note(f"The upload was not finished: {_what_next(folder, repo_id, revision)}.")
+        raise
+    shutil.rmtree(scratch, ignore_errors=True)
+    return made
+
+
+def _trainer_tags(model: nn.Module) -> list[str]:
+    """What a trainer has put on the model: `trl` and its method."""
+    return [tag for tag in getattr(model, "model_tags", None) or [] if tag != "unsloth_trl"]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _what_next(folder: Path, repo_id: str, revision: str | None) -> str:
+    branch = f" --revision {revision}" if revision else ""
+    return (
+        f"the files are in {folder}, and `hf upload {repo_id} {folder}{branch}` goes on where it stopped; remove that "
+        "folder afterwards"
+    )
