@@ -20,6 +20,7 @@ _PUBLIC = {
     "apply_patches": "unsloth_trl.patches.registry",
     "dequantize_experts": "unsloth_trl.patches.quantization.experts",
     "load_in_4bit": "unsloth_trl.patches.quantization.loading",
+    "train_on_responses_only": "unsloth_trl.data.responses",
 }
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "apply_patches",
     "dequantize_experts",
     "load_in_4bit",
+    "train_on_responses_only",
 ]
 
 
