@@ -9,6 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "FastLanguageModel": "unsloth_trl.models.loading",
     "GRPOConfig": "unsloth_trl.config",
     "GRPOTrainer": "unsloth_trl.trainers.grpo",
     "PackedLayout": "unsloth_trl.patches.layout",
@@ -17,6 +18,7 @@ _PUBLIC = {
     "SFTConfig": "unsloth_trl.config",
     "SFTTrainer": "unsloth_trl.trainers.sft",
     "UnsupportedArchitectureWarning": "unsloth_trl.models.support",
+    "add_new_tokens": "unsloth_trl.models.vocabulary",
     "apply_patches": "unsloth_trl.patches.registry",
     "dequantize_experts": "unsloth_trl.patches.quantization.experts",
     "load_in_4bit": "unsloth_trl.patches.quantization.loading",
@@ -24,6 +26,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "FastLanguageModel",
     "GRPOConfig",
     "GRPOTrainer",
     "PackedLayout",
@@ -32,6 +35,7 @@ __all__ = [
     "SFTConfig",
     "SFTTrainer",
     "UnsupportedArchitectureWarning",
+    "add_new_tokens",
     "apply_patches",
     "dequantize_experts",
     "load_in_4bit",

@@ -1,19 +1,44 @@
-"""The command line: `unsloth-trl demo | estimate | doctor`. Nothing heavy is imported before a subcommand runs."""
+"""The command line: `unsloth-trl sft | grpo | merge | export-gguf | estimate | doctor | demo`.
+
+Nothing heavy is imported before a subcommand runs.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from unsloth_trl import __version__
 
 
+class CommandError(ValueError):
+    """What the user has to change, in one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `unsloth-trl` with all its subcommands; each sets `run`, a function of the parsed options."""
-    parser = argparse.ArgumentParser(
-        prog="unsloth-trl", description="TRL's trainers with the same losses and adapters in less time and memory."
+    parser = _Parser(
+        prog="unsloth-trl",
+        description="TRL's trainers with the same losses and adapters in less time and memory.",
+        epilog="Errors are one line and exit status 2; `unsloth-trl --debug COMMAND ...` shows where they come from.",
     )
     parser.add_argument("--version", action="version", version=f"unsloth_trl {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, what in (("sft", "supervised fine-tuning"), ("grpo", "reinforcement learning")):
+        # the options are TRL's: they are parsed, and --help is made, by its own parser in cli_train.py
+        train = commands.add_parser(
+            name, help=f"{what} by a recipe or options of TRL (--help lists all)", add_help=False
+        )
+        train.set_defaults(run=_train)
+    _add_export(commands)
     demo = commands.add_parser(
         "demo",
         help="train a LoRA adapter on a small model and compare it before and after",
@@ -51,6 +76,44 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    merge = commands.add_parser(
+        "merge",
+        help="merge an adapter into its base model",
+        description="Merge an adapter into its base model and write 16-bit weights, which load without PEFT.",
+    )
+    export = commands.add_parser(
+        "export-gguf",
+        help="write GGUF files for llama.cpp, Ollama and LM Studio",
+        description="Write GGUF files and an Ollama Modelfile of a merged model, or of an adapter, which is merged "
+        "first. Types other than f32, f16, bf16 and q8_0 are made by llama.cpp's own program, if it is installed.",
+    )
+    for command, what in ((merge, "folder or Hub name of an adapter"), (export, "folder or Hub name of either")):
+        command.add_argument("model", metavar="MODEL", help=what)
+        command.add_argument("output", metavar="FOLDER", help="where to write; must be new or empty")
+        command.add_argument(
+            "--base", metavar="NAME_OR_FOLDER", help="base model (default: the one the adapter names)"
+        )
+        command.add_argument(
+            "--dtype",
+            choices=["auto", "bfloat16", "float16", "float32"],
+            default="auto",
+            help="of the weights that are loaded (default: as the base model is stored)",
+        )
+        command.add_argument("--trust_remote_code", action="store_true", help="run model code from the Hub")
+        command.add_argument("--push_to_hub", metavar="OWNER/NAME", help="push the result to this repository too")
+        command.add_argument("--private", action="store_true", default=None, help="a new repository is private")
+        command.set_defaults(run=_export)
+    export.add_argument(
+        "--quantization_method",
+        nargs="+",
+        default=["q8_0"],
+        metavar="TYPE",
+        help="q8_0, f16, bf16, f32, q4_k_m and others of llama.cpp; several make several files (default: q8_0)",
+    )
+    export.add_argument("--llama_cpp_path", metavar="FOLDER", help="llama.cpp, for the types that it makes")
 
 
 def _add_estimate(commands: argparse._SubParsersAction) -> None:
@@ -95,14 +158,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Options in place of the process's own.
 
     Returns:
-        `int`: The exit status: 0, or 1 after an error that was reported in one line. Wrong options exit with 2.
+        `int`: The exit status: 0, 2 after an error that was reported in one line, or 130 after an interruption;
+            `doctor` has 1 where training is impossible.
     """
-    options = build_parser().parse_args(argv)
-    return options.run(options)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser()
+    options, unknown = parser.parse_known_args(argv)
+    if options.run is _train:
+        options.arguments = argv[argv.index(options.command) + 1 :]
+    elif unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print(f"unsloth-trl {options.command}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if options.debug or not _is_users(error):
+            raise
+        print(f"unsloth-trl {options.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether a line says enough. Anything else is a fault of the program, whose traceback a bug report needs."""
+    if isinstance(error, (ValueError, OSError, ImportError)):
+        return True
+    # torch is there if it was raised by it
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _train(options: argparse.Namespace) -> int:
+    # torch and transformers take seconds to import, too long for the help of all commands
+    from unsloth_trl.cli_train import run
+
+    return run(options.command, options.arguments, options.debug)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from unsloth_trl.cli_export import run_export, run_merge
+
+    return run_merge(options) if options.command == "merge" else run_export(options)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    # torch and transformers take seconds to import, too long for --help
     from unsloth_trl.demo import DemoError, run_demo
     from unsloth_trl.demo_grpo import run_grpo_demo
     from unsloth_trl.models.smollm2 import ModelUnavailableError
@@ -111,11 +211,7 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         run(options.model, options.output_dir, options.max_steps, options.seed)
     except (DemoError, ModelUnavailableError) as error:
-        print(f"unsloth-trl demo: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("unsloth-trl demo: interrupted", file=sys.stderr)
-        return 130
+        raise CommandError(str(error)) from error
     return 0
 
 
@@ -124,29 +220,25 @@ def _estimate(options: argparse.Namespace) -> int:
     from unsloth_trl.models.memory import estimate_memory, read_config
     from unsloth_trl.models.memory_terms import read_shape
 
-    try:
-        lengths = _lengths(options)
-        if options.card is not None:
-            card = find_card(options.card)
-        else:
-            card = local_card() if options.card_gb is None else card_of_size(options.card_gb)
-        names = ("method", "batch", "qlora", "lora_r", "full", "optim", "staging_buffers")
-        settings = {name: getattr(options, name) for name in names} | lengths
-        shape = read_shape(read_config(options.model))
-        if options.policy != "auto" or card is not None:
-            made = [estimate_memory(shape, policy=options.policy, card=card, **settings)]
-            print(made[0].text())
-        else:
-            policies = ("recompute", "keep", "offload")
-            made = [estimate_memory(shape, policy=policy, **settings) for policy in policies]
-            print(made[0].text())
-            print("there is no GPU here to plan for: pass --card or --card_gb; until then, the peak of each policy:")
-            for policy, estimate in zip(policies, made, strict=True):
-                print(f"  {policy:<10}{estimate.peak / 2**30:>8.2f} GiB VRAM{estimate.slab / 2**30:>8.2f} GiB RAM")
-        print(*_about_ram(max(estimate.slab for estimate in made), options.max_pinned_gb), sep="\n")
-    except (ValueError, OSError) as error:
-        print(f"unsloth-trl estimate: error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
-        return 1
+    lengths = _lengths(options)
+    if options.card is not None:
+        card = find_card(options.card)
+    else:
+        card = local_card() if options.card_gb is None else card_of_size(options.card_gb)
+    names = ("method", "batch", "qlora", "lora_r", "full", "optim", "staging_buffers")
+    settings = {name: getattr(options, name) for name in names} | lengths
+    shape = read_shape(read_config(options.model))
+    if options.policy != "auto" or card is not None:
+        made = [estimate_memory(shape, policy=options.policy, card=card, **settings)]
+        print(made[0].text())
+    else:
+        policies = ("recompute", "keep", "offload")
+        made = [estimate_memory(shape, policy=policy, **settings) for policy in policies]
+        print(made[0].text())
+        print("there is no GPU here to plan for: pass --card or --card_gb; until then, the peak of each policy:")
+        for policy, estimate in zip(policies, made, strict=True):
+            print(f"  {policy:<10}{estimate.peak / 2**30:>8.2f} GiB VRAM{estimate.slab / 2**30:>8.2f} GiB RAM")
+    print(*_about_ram(max(estimate.slab for estimate in made), options.max_pinned_gb), sep="\n")
     return 0
 
 

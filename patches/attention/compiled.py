@@ -10,7 +10,7 @@ from collections import OrderedDict
 import torch
 
 from ..layout import PackedLayout
-from .op import pad_heads, refusal_of_any_layout
+from .op import pad_columns, pad_heads, refusal_of_any_layout
 from .shared import batch_arguments
 
 
@@ -108,7 +108,7 @@ def _flash_attn_by_layout_backward(
     name, batch_info, rest = _arguments(handle, batch * seq_len, query.device, window)
     rows = pad_heads(*map(_rows, (query, key, value)))
     size = rows[0].shape[-1]
-    grad_out, out = (torch.nn.functional.pad(x.flatten(0, 1), (0, size - x.shape[-1])) for x in (grad_out, out))
+    grad_out, out = (pad_columns(x.flatten(0, 1), size) for x in (grad_out, out))
     backward = getattr(torch.ops.unsloth_trl, f"{name}_backward")
     grads = backward(grad_out.contiguous(), *rows, out, lse, *batch_info, scale, *rest)
     return tuple(

@@ -191,7 +191,12 @@ def pad_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tu
         The three with one last dimension.
     """
     size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-    return tuple(x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+    return tuple(pad_columns(x, size) for x in (query, key, value))
+
+
+def pad_columns(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x` with zeros up to `size` in its last dimension; itself, which `F.pad` would copy, where it has that already."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def flash_attn_varlen(

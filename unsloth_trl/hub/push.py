@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from .card import base_of, name_base, warn_of_local_base, write_export_card
+from .card import BaseModel, base_of, name_base, warn_of_local_base, write_export_card
 from .kinds import FILES, kinds_among, refuse_other_kinds_on_hub
 from .refusals import explain_refusal
 
@@ -36,8 +36,8 @@ def push_to_hub_merged(
     """
     Merge a model's adapter and push the result, or push the adapter alone.
 
-    The repository is made before anything is uploaded, with the visibility that was asked for. If the upload fails, the
-    files stay on disk and the error says where.
+    The repository is made before anything is uploaded, with the visibility that was asked for. If the upload fails,
+    the files stay on disk and the error says where.
 
     Args:
         model (`nn.Module`): A PEFT model, or a model without adapters.
@@ -77,7 +77,6 @@ def push_to_hub_merged(
         commit_message=commit_message or f"Upload {'adapter' if kind == 'adapter' else 'merged weights'}",
         revision=revision,
         tags=tags,
-        stale=_STALE if kind == "merged" else (),
     )
 
 
@@ -115,16 +114,10 @@ def push_to_hub_gguf(
     gguf_options.setdefault("name", repo_id.rsplit("/", 1)[-1])
 
     def save(folder: Path) -> None:
-        from .gguf import MERGED_FOLDER, save_pretrained_gguf
+        from .gguf import save_pretrained_gguf
 
         save_pretrained_gguf(model, folder, tokenizer, quantization_method=quantization_method, **gguf_options)
-        merged = folder / MERGED_FOLDER
-        weights = {name for names in kinds_among(path.name for path in merged.iterdir()).values() for name in names}
-        for path in merged.iterdir():
-            # the tokenizer, its chat template and the generation config go beside the GGUF files
-            if path.is_file() and path.name not in weights | {"config.json", "README.md"}:
-                shutil.copy(path, folder / path.name)
-        shutil.rmtree(merged)
+        lay_out_gguf(folder)
 
     return _push(
         model,
@@ -135,7 +128,7 @@ def push_to_hub_gguf(
         private=private,
         commit_message=commit_message or "Upload GGUF files",
         revision=revision,
-        tags=["gguf", *tags],
+        tags=tags,
     )
 
 
@@ -150,8 +143,48 @@ def _push(
     commit_message: str,
     revision: str | None,
     tags: Sequence[str],
-    stale: Sequence[str] = (),
 ) -> CommitInfo:
+    repo_id = prepare_repository(repo_id, kind, token=token, private=private, revision=revision)
+    base = name_base(model) if kind == "adapter" else base_of(model)
+    scratch = Path(tempfile.mkdtemp(prefix="unsloth_trl-push-"))
+    folder = scratch / repo_id.rsplit("/", 1)[-1]
+    try:
+        save(folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    made = upload_model(
+        folder,
+        repo_id,
+        kind,
+        base,
+        token=token,
+        commit_message=commit_message,
+        revision=revision,
+        tags=[*_trainer_tags(model), *tags],
+    )
+    shutil.rmtree(scratch, ignore_errors=True)
+    return made
+
+
+def prepare_repository(
+    repo_id: str, kind: str, *, token: str | None = None, private: bool | None = None, revision: str | None = None
+) -> str:
+    """
+    Make a repository, with the visibility that is asked for, before there is anything to upload.
+
+    Args:
+        repo_id (`str`): `"owner/name"`, or a name of your own account.
+        kind (`str`): What is going to be pushed: "adapter", "merged" or "gguf".
+        token, private, revision: As in `push_to_hub_merged`.
+
+    Returns:
+        `str`: The repository as `"owner/name"`.
+
+    Raises:
+        PermissionError: If the Hub refuses the token.
+        ValueError: If the repository holds another kind.
+    """
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -161,35 +194,75 @@ def _push(
     except HfHubHTTPError as error:
         explain_refusal(error, repo_id)
         raise
-    base = name_base(model) if kind == "adapter" else base_of(model)
+    return repo_id
+
+
+def lay_out_gguf(folder: Path, merged: Path | None = None) -> None:
+    """
+    Put the files of the merged model that go with GGUF files, such as the tokenizer's, beside these.
+
+    Args:
+        folder (`Path`): Where the GGUF files are.
+        merged (`Path`, *optional*): The merged model; by default where `save_pretrained_gguf` leaves it.
+    """
+    from .gguf import MERGED_FOLDER
+
+    merged = folder / MERGED_FOLDER if merged is None else merged
+    names = [path.name for path in merged.iterdir() if path.is_file()]
+    weights = {name for found in kinds_among(names).values() for name in found}
+    for name in names:
+        if name not in weights | {"config.json", "README.md"}:
+            shutil.copy(merged / name, folder / name)
+
+
+def upload_model(
+    folder: Path,
+    repo_id: str,
+    kind: str,
+    base: BaseModel,
+    *,
+    token: str | None = None,
+    commit_message: str,
+    revision: str | None = None,
+    tags: Sequence[str] = (),
+) -> CommitInfo:
+    """
+    Write the card of a saved model and upload what lies in its folder, without subfolders.
+
+    Args:
+        folder (`Path`): As `save_pretrained_merged` or `save_pretrained_gguf` leaves it.
+        repo_id (`str`): As `prepare_repository` gives it.
+        kind (`str`): "adapter", "merged" or "gguf".
+        base (`BaseModel`): What it was made from.
+        token, commit_message, revision, tags: As in `push_to_hub_merged`.
+
+    Raises:
+        PermissionError: If the Hub refuses the token.
+        ValueError: If the folder holds nothing of that kind, or another kind too.
+        OSError: If the upload fails. The message says how it goes on.
+    """
+    found = kinds_among(path.name for path in folder.iterdir())
+    if list(found) != [kind]:
+        raise ValueError(
+            f"{folder} is to hold {kind} files ({', '.join(FILES[kind])}) only, and has {found or 'none'}"
+        )
     warn_of_local_base(base, repo_id, kind == "adapter")
-    scratch = Path(tempfile.mkdtemp(prefix="unsloth_trl-push-"))
-    folder = scratch / repo_id.rsplit("/", 1)[-1]
+    tags = [*tags, "gguf"] if kind == "gguf" else tags
+    write_export_card(folder, repo_id, base, kind=kind, tags=tags, files=found[kind])
     try:
-        save(folder)
-        found = kinds_among(path.name for path in folder.iterdir())
-        if list(found) != [kind]:
-            raise ValueError(f"{folder} was to get {kind} files ({', '.join(FILES[kind])}) and has {found or 'none'}")
-        write_export_card(folder, repo_id, base, kind=kind, tags=[*_trainer_tags(model), *tags], files=found[kind])
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    try:
-        made = api.upload_folder(
+        return HfApi(token=token).upload_folder(
             repo_id=repo_id,
             folder_path=folder,
             commit_message=commit_message,
             revision=revision,
-            delete_patterns=list(stale) or None,
+            ignore_patterns=["*/*"],
+            delete_patterns=list(_STALE) if kind == "merged" else None,
         )
-    except HfHubHTTPError as error:
-        explain_refusal(error, repo_id)
-        raise OSError(f"{_one_line(error)}; {_what_next(folder, repo_id, revision)}") from error
     except Exception as error:
-        error.add_note(f"The upload was not finished: {_what_next(folder, repo_id, revision)}.")
-        raise
-    shutil.rmtree(scratch, ignore_errors=True)
-    return made
+        next_step = _what_next(folder, repo_id, revision)
+        if isinstance(error, HfHubHTTPError):
+            explain_refusal(error, repo_id, next_step)
+        raise OSError(f"the upload to {repo_id} was not finished: {_one_line(error)}; {next_step}") from error
 
 
 def _trainer_tags(model: nn.Module) -> list[str]:
@@ -203,7 +276,4 @@ def _one_line(error: Exception) -> str:
 
 def _what_next(folder: Path, repo_id: str, revision: str | None) -> str:
     branch = f" --revision {revision}" if revision else ""
-    return (
-        f"the files are in {folder}, and `hf upload {repo_id} {folder}{branch}` goes on where it stopped; remove that "
-        "folder afterwards"
-    )
+    return f"the files are in {folder}: `hf upload {repo_id} {folder} .{branch}` goes on where it stopped"
