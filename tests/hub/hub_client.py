@@ -1,0 +1,127 @@
+"""What the tests of pushing run in a process of their own: huggingface_hub reads HF_ENDPOINT when it is imported."""
+
+import contextlib
+import io
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from huggingface_hub import snapshot_download
+from peft import get_peft_model
+
+from tests.tiny import lora_config, tiny_model, tiny_rows, tiny_tokenizer
+
+
+TOKEN = "hf_writetoken"
+
+
+class Said:
+    """Everything that a call writes: standard streams, log records, warnings, and its error with all notes."""
+
+    def __init__(self):
+        self.stream = io.StringIO()
+
+    def __enter__(self):
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(contextlib.redirect_stdout(self.stream))
+        self.stack.enter_context(contextlib.redirect_stderr(self.stream))
+        self.stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        self.handler = logging.StreamHandler(self.stream)
+        for name in (None, "huggingface_hub", "transformers", "unsloth_trl"):
+            logging.getLogger(name).addHandler(self.handler)
+            self.stack.callback(logging.getLogger(name).removeHandler, self.handler)
+        return self
+
+    def __exit__(self, *exception):
+        self.stack.close()
+
+
+def call(function, *args, **kwargs) -> tuple[Any, str, str]:
+    """What a function returns, what was said, and its error as "Type: message", of which pickles make no trouble."""
+    with Said() as said:
+        try:
+            result, error = function(*args, **kwargs), ""
+        except Exception as raised:
+            result, error = None, f"{type(raised).__name__}: {raised}"
+    return result, said.stream.getvalue(), error
+
+
+def save_base(folder: str) -> None:
+    """A tiny base model with a generation config and a tokenizer."""
+    model = tiny_model("llama")
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def adapted(base: str):
+    """A model with an adapter that changes it, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), lora_config("llama", init_lora_weights=False)
+    )
+    return model, AutoTokenizer.from_pretrained(base)
+
+
+def trainer(base: str, output_dir: str, **config):
+    from unsloth_trl import SFTConfig, SFTTrainer
+
+    defaults = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "hub_token": TOKEN,
+        "hub_private_repo": True,
+    }
+    peft = config.pop("peft", True)
+    return SFTTrainer(
+        base,
+        SFTConfig(output_dir, **(defaults | config)),
+        train_dataset=Dataset.from_list(tiny_rows(16, seed=0)),
+        peft_config=lora_config("llama") if peft else None,
+    )
+
+
+def train(base: str, output_dir: str, resume: str | None = None, **config) -> list[float]:
+    """Train, push at the end if asked to, and give the losses."""
+    made = trainer(base, output_dir, **config)
+    made.train(resume_from_checkpoint=resume)
+    if made.args.push_to_hub:
+        made.push_to_hub(dataset_name="someone/words")
+    return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+
+def make_trainer(base: str, output_dir: str, **config) -> None:
+    trainer(base, output_dir, **config)
+
+
+def download(repo_id: str, folder: str, patterns: str | None = None) -> list[str]:
+    snapshot_download(repo_id, local_dir=folder, allow_patterns=patterns, token=TOKEN)
+    shutil.rmtree(Path(folder) / ".cache", ignore_errors=True)
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def push_merged(base: str, repo_id: str, token: str | None = TOKEN, **options) -> str:
+    from unsloth_trl.hub.push import push_to_hub_merged
+
+    model, tokenizer = adapted(base)
+    return push_to_hub_merged(model, repo_id, tokenizer, token=token, **options).oid
+
+
+def push_gguf(base: str, repo_id: str, token: str | None = TOKEN, **options) -> str:
+    from unsloth_trl.hub.push import push_to_hub_gguf
+
+    model, tokenizer = adapted(base)
+    return push_to_hub_gguf(model, repo_id, tokenizer, token=token, **options).oid
