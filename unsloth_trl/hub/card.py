@@ -1,6 +1,7 @@
 """Model cards: what a run was, what it measured, and which base model it needs."""
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -81,17 +82,6 @@ def base_of(model: Any) -> BaseModel:
     return BaseModel(path=names[0] if names else None)
 
 
-def name_base(model: Any) -> BaseModel:
-    """`base_of(model)`, which adapters that name a folder of the Hub's cache are told to name instead."""
-    base = base_of(model)
-    if base.repo_id is not None:
-        for config in (getattr(model, "peft_config", None) or {}).values():
-            name = config.base_model_name_or_path
-            if not name or is_local(name):
-                config.base_model_name_or_path = base.repo_id
-    return base
-
-
 def warn_of_local_base(base: BaseModel, repo_id: str | None, adapter: bool) -> None:
     """Say before a push that others will not find the base model."""
     if base.path is None:
@@ -108,14 +98,33 @@ def warn_of_local_base(base: BaseModel, repo_id: str | None, adapter: bool) -> N
     )
 
 
-def mend_base_in_readme(folder: str | Path, base: BaseModel) -> None:
-    """Replace the path that PEFT writes as `base_model`, or take it out where no name is known."""
-    readme = Path(folder) / "README.md"
+def mend_base(folder: str | Path, base: BaseModel) -> None:
+    """
+    Name the base model in what PEFT has saved by its repository, where PEFT has written a folder of this machine.
+
+    The configs of the live adapters stay: PEFT looks there whether the vocabulary has grown.
+
+    Args:
+        folder (`str` or `Path`): As PEFT saves it, with adapters of other names in folders of theirs. In its card a
+            path is taken out if no name is known; in `adapter_config.json` it then stays.
+        base (`BaseModel`): What is known.
+    """
+    folder = Path(folder)
+    for path in (folder / "adapter_config.json", *folder.glob("*/adapter_config.json")):
+        if base.repo_id is None or not path.is_file() or path.parent.name.startswith("checkpoint-"):
+            continue
+        config = json.loads(path.read_text(encoding="utf-8"))
+        named = config.get("base_model_name_or_path")
+        if not named or is_local(named):
+            config["base_model_name_or_path"] = base.repo_id
+            path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    readme = folder / "README.md"
     if not readme.is_file():
         return
     card = ModelCard.load(readme)
     named = card.data.get("base_model")
-    if isinstance(named, str) and (not named or is_local(named)):
+    unnamed = not named and (folder / "adapter_config.json").is_file()
+    if unnamed or (isinstance(named, str) and is_local(named)):
         card.data.base_model = base.repo_id
     prefix = "base_model:adapter:"  # PEFT's tag has the path too
     tags = card.data.tags or []

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from .card import BaseModel, base_of, name_base, warn_of_local_base, write_export_card
+from .card import BaseModel, base_of, mend_base, warn_of_local_base, write_export_card
 from .kinds import FILES, kinds_among, refuse_other_kinds_on_hub
 from .refusals import explain_refusal
 
@@ -145,7 +145,7 @@ def _push(
     tags: Sequence[str],
 ) -> CommitInfo:
     repo_id = prepare_repository(repo_id, kind, token=token, private=private, revision=revision)
-    base = name_base(model) if kind == "adapter" else base_of(model)
+    base = base_of(model)
     scratch = Path(tempfile.mkdtemp(prefix="unsloth_trl-push-"))
     folder = scratch / repo_id.rsplit("/", 1)[-1]
     try:
@@ -247,6 +247,7 @@ def upload_model(
             f"{folder} is to hold {kind} files ({', '.join(FILES[kind])}) only, and has {found or 'none'}"
         )
     warn_of_local_base(base, repo_id, kind == "adapter")
+    mend_base(folder, base)
     tags = [*tags, "gguf"] if kind == "gguf" else tags
     write_export_card(folder, repo_id, base, kind=kind, tags=tags, files=found[kind])
     try:

@@ -10,10 +10,10 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ..config import PatchArguments
 from ..hub.card import (
+    base_of,
     describe_adapters,
     describe_quantization,
-    mend_base_in_readme,
-    name_base,
+    mend_base,
     shown_config,
     warn_of_local_base,
     write_run_card,
@@ -38,7 +38,6 @@ class Publishing:
     _steps_per_cycle = 1
 
     def _start_publishing(self) -> None:
-        name_base(self.model)
         self._measurement = RunMeasurement(self, self._steps_per_cycle)
         self.add_callback(self._measurement)
 
@@ -62,7 +61,7 @@ class Publishing:
         except HfHubHTTPError as error:
             explain_refusal(error, name)
             raise
-        warn_of_local_base(name_base(self.model), self.hub_model_id, self._kind == "adapter")
+        warn_of_local_base(base_of(self.model), self.hub_model_id, self._kind == "adapter")
         if self.args.hub_token is not None and not isinstance(self.args, PatchArguments):
             logger.warning(
                 "hub_token of a TRL config is written into training_args.bin, which is pushed too: log in with "
@@ -91,7 +90,7 @@ class Publishing:
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        mend_base_in_readme(folder, name_base(model))
+        mend_base(folder, base_of(model))
         generation = getattr(model, "generation_config", None)
         if is_peft_model(model) and generation is not None:
             # PEFT saves none, and who loads the adapter would not stop where the base model does
@@ -107,13 +106,15 @@ class Publishing:
         tags: str | list[str] | None = None,
     ):
         """As in TRL, with what this package knows of the run: data, config, patches, measured speed and memory."""
+        if model_name is None:
+            model_name = Path(self.args.hub_model_id or self.args.output_dir).name
         super().create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if not self.is_world_process_zero():
             return
         model = self.accelerator.unwrap_model(self.model)
         write_run_card(
             Path(self.args.output_dir) / "README.md",
-            name_base(model),
+            base_of(model),
             repo_id=self.hub_model_id,
             dataset_name=dataset_name,
             data=self._describe_data(),
