@@ -8,9 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import lora_config, tiny_model, tiny_rows, tiny_tokenizer
 
@@ -58,15 +60,20 @@ def save_base(folder: str) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def adapted(base: str):
-    """A model with an adapter that changes it, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def save_bpe_base(folder: str) -> None:
+    """The same with a tokenizer that GGUF has a form for."""
+    from tests.hub.gguf_models import byte_level_tokenizer, model_folder, split_steps
 
-    torch.manual_seed(0)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), lora_config("llama", init_lora_weights=False)
-    )
+    model = model_folder(Path(folder), "llama", byte_level_tokenizer(split_steps(None)))
+    model.generation_config.max_new_tokens = 7
+    model.generation_config.save_pretrained(folder)
+
+
+def adapted(base: str, seed: int = 0):
+    """A model with an adapter that changes it, the same for the same seed, and its tokenizer."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(model, lora_config("llama", init_lora_weights=False))
     return model, AutoTokenizer.from_pretrained(base)
 
 
@@ -113,10 +120,12 @@ def download(repo_id: str, folder: str, patterns: str | None = None) -> list[str
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
-def push_merged(base: str, repo_id: str, token: str | None = TOKEN, **options) -> str:
+def push_merged(base: str, repo_id: str, token: str | None = TOKEN, seed: int = 0, **options) -> str:
     from unsloth_trl.hub.push import push_to_hub_merged
 
-    model, tokenizer = adapted(base)
+    model, tokenizer = adapted(base, seed)
+    if options.get("save_method") != "lora":
+        options = {"dtype": torch.float32} | options
     return push_to_hub_merged(model, repo_id, tokenizer, token=token, **options).oid
 
 

@@ -110,8 +110,9 @@ def mend_base(folder: str | Path, base: BaseModel) -> None:
         base (`BaseModel`): What is known.
     """
     folder = Path(folder)
-    for path in (folder / "adapter_config.json", *folder.glob("*/adapter_config.json")):
-        if base.repo_id is None or not path.is_file() or path.parent.name.startswith("checkpoint-"):
+    others = [path for path in folder.glob("*/adapter_config.json") if not path.parent.name.startswith("checkpoint-")]
+    for path in (folder / "adapter_config.json", *others):
+        if base.repo_id is None or not path.is_file():
             continue
         config = json.loads(path.read_text(encoding="utf-8"))
         named = config.get("base_model_name_or_path")
