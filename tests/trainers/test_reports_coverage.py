@@ -1,4 +1,4 @@
-"""Which test holds for which public report: B01 to B53, B70, B73 to B78 and B83 to B88."""
+"""Which test holds for which public report: B01 to B53, B64, B65, B70, B73 to B78 and B83 to B88."""
 
 import ast
 from pathlib import Path
@@ -167,6 +167,20 @@ COVERAGE = {
     "B51": ["tests/trainers/test_ddp.py::test_b51_checkpointing_under_ddp"],
     "B52": ["tests/patches/test_checkpoint.py::test_b52_each_device_has_its_own_memory"],
     "B53": ["tests/trainers/test_checkpoint_policies.py::test_b53_checkpointing_can_be_turned_off"],
+    "B64": [
+        "tests/hub/test_llama_cpp.py::test_b64_the_quantizer_is_found_and_run",
+        "tests/hub/test_llama_cpp.py::test_b64_on_path_and_in_the_working_directory",
+        "tests/hub/test_llama_cpp.py::test_b64_the_converter_is_found_and_named",
+        "tests/hub/test_llama_cpp.py::test_b64_missing_is_an_error_before_merging",
+        "tests/hub/test_llama_cpp.py::test_b64_not_executable",
+        "tests/hub/test_llama_cpp.py::test_b64_the_merged_folder_is_kept_on_failure",
+    ],
+    "B65": [
+        "tests/hub/test_modelfile.py::test_renders_what_the_tokenizer_renders",
+        "tests/hub/test_modelfile.py::test_b65_the_stop_token_is_eos",
+        "tests/hub/test_modelfile.py::test_b65_a_template_without_eos_and_a_tokenizer_without_one",
+        "tests/hub/test_gguf_vocabulary.py::test_b65_the_eos_id_is_that_of_the_config",
+    ],
     "B70": [
         "tests/packaging/test_import.py::test_trains_without_gpu_triton_and_bitsandbytes",
         "tests/packaging/test_import.py::test_trains_with_triton_but_without_gpu",
@@ -219,7 +233,7 @@ COVERAGE = {
     ],
 }
 
-REPORTS = [*range(1, 54), 70, *range(73, 79), *range(83, 89)]
+REPORTS = [*range(1, 54), 64, 65, 70, *range(73, 79), *range(83, 89)]
 
 
 def test_every_report_is_listed():
