@@ -178,6 +178,48 @@ def state_between_tokens(config: Any, model: Any = None) -> str | None:
     return None
 
 
+def check_architecture(config: Any, *, strict: bool, own_code: bool = False) -> None:
+    """
+    Say what is not verified about a model, before its weights are loaded.
+
+    Args:
+        config:
+            The model's config.
+        strict (`bool`):
+            A gap is an error.
+        own_code (`bool`, *optional*, defaults to `False`):
+            The model runs code from its repository instead of transformers'.
+
+    Raises:
+        `ValueError`: There is a gap, and `strict` is on. Otherwise each gap is an `UnsupportedArchitectureWarning` of
+            its own: what it is, what follows from it, and what to do.
+    """
+    name = f"model_type '{config.model_type}'"
+    slower = (
+        "It trains on TRL's padded rows, one prompt per completion: right, but slower and in more memory. To use the "
+        "fast path all the same, compare the loss of a few steps with patches='none', then set allow_unverified=True "
+        "in the trainer's config"
+    )
+    obstacle = _obstacle(config, None)
+    if obstacle:
+        found = [
+            f"{name}: {obstacle}. Samples in one row would mix, so packing=True is refused and prompts are not "
+            "shared. Set packing=False and padding_free=False in the trainer's config"
+        ]
+    else:
+        found = [f"{name} {gap}. {slower}" for gap in _gaps(config)]
+    if own_code:
+        found.append(
+            f"{name} runs code from its repository, which no test has compared with transformers'. Its forward may "
+            "ignore what packed rows need. Load it with trust_remote_code=False if transformers has this model, or "
+            "compare the loss of a few steps with patches='none'"
+        )
+    if found and strict:
+        raise ValueError(" ".join(f"{gap}." for gap in found) + " strict=True makes this an error; set strict=False")
+    for gap in found:
+        warnings.warn(f"{gap}. strict=True makes this an error.", UnsupportedArchitectureWarning, stacklevel=3)
+
+
 def check_packing(config: Any, *, strict: bool, allow_unverified: bool, model: Any = None) -> bool:
     """
     Whether the model may train on packed rows; called before the first batch is built.
@@ -298,18 +340,23 @@ def _obstacle(config: Any, model: Any) -> str | None:
 
 def _gap(config: Any) -> str | None:
     """What of this config no test has verified, as the rest of a sentence, or `None`."""
+    return next(_gaps(config), None)
+
+
+def _gaps(config: Any) -> Iterator[str]:
+    """Everything of this config that no test has verified, as rests of sentences."""
     text_type = text_model_type(config)
     if config.model_type not in VERIFIED or text_type not in VERIFIED:
         inner = "" if text_type == config.model_type else f" around text model '{text_type}'"
-        return f"{inner} is not among the verified architectures ({', '.join(sorted(VERIFIED))})".strip()
+        yield f"{inner} is not among the verified architectures ({', '.join(sorted(VERIFIED))})".strip()
+        return
     support = VERIFIED[text_type]
     text_config = config.text_config if config.model_type in TEXT_ONLY_WRAPPERS else config
     windowed = getattr(text_config, "sliding_window", None) and getattr(text_config, "use_sliding_window", True)
     if windowed and not support.sliding_window:
-        return "is verified without sliding_window, which this config sets"
+        yield "is verified without sliding_window, which this config sets"
     if getattr(text_config, "attn_logit_softcapping", None) and not support.soft_cap:
-        return "is verified without attn_logit_softcapping, which this config sets"
-    return None
+        yield "is verified without attn_logit_softcapping, which this config sets"
 
 
 def _text_configs(config: Any) -> Iterator[Any]:
