@@ -109,6 +109,13 @@ class PatchArguments:
     def __repr__(self) -> str:
         return str(self)  # the Trainer's, which hides tokens where dataclass's own shows them
 
+    def __new__(cls, *args, **kwargs):
+        # a value that was given wins over one that the model brings along, a default does not
+        self = super().__new__(cls)
+        by_place = [field.name for field in fields(cls) if field.init][: len(args)]
+        self._given = frozenset([*by_place, *kwargs])
+        return self
+
     def _check_patch_arguments(self) -> None:
         PatchConfig.from_args(self)  # raises for a value it does not know
         self._require_bool(*(switch.name for switch in fields(PatchArguments) if switch.type is bool))

@@ -1,9 +1,11 @@
 """What both trainers do around TRL's constructor."""
 
+import copy
 import inspect
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_config_model_id
@@ -15,6 +17,9 @@ from ..patches.registry import base_model, current_report
 from ..patches.report import PatchEntry
 
 
+logger = get_logger(__name__)
+
+
 def default_name(model: str | PreTrainedModel, task: str) -> str:
     """The `output_dir` of a run without a config, as TRL names it."""
     name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -24,6 +29,49 @@ def default_name(model: str | PreTrainedModel, task: str) -> str:
 def setting(args: Any, name: str) -> Any:
     """A field of this package's configs, its default where `args` is TRL's own config."""
     return getattr(args, name, getattr(GRPOConfig, name))
+
+
+def follow_model(model: Any, args: Any) -> Any:
+    """
+    `args`, or a copy with what `FastLanguageModel` was told about this model, where `args` itself was not told.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`): `max_seq_length` becomes `max_length`;
+            `use_gradient_checkpointing=False` turns `gradient_checkpointing` off, `True` is
+            `checkpoint_policy="recompute"`, and `"unsloth"` is `"offload"`.
+        args: The trainer's config. Fields that it was made with stay; in TRL's own config, which does not say, those
+            that are not the default.
+    """
+    if isinstance(model, str):
+        return args
+    own = vars(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    wanted = {}
+    if own.get("max_seq_length") is not None and hasattr(args, "max_length"):
+        wanted["max_length"] = own["max_seq_length"]
+    choice = own.get("use_gradient_checkpointing", "auto")
+    if choice is False:
+        wanted["gradient_checkpointing"] = False
+    elif choice != "auto" and hasattr(args, "checkpoint_policy"):
+        wanted["checkpoint_policy"] = "recompute" if choice is True else "offload"
+    changes = {
+        name: value for name, value in wanted.items() if getattr(args, name) != value and not _given(args, name)
+    }
+    if not changes:
+        return args
+    args = copy.copy(args)
+    for name, value in changes.items():
+        setattr(args, name, value)
+    if "gradient_checkpointing" in changes and hasattr(args, "activation_checkpointing"):
+        args.activation_checkpointing = False  # what newer transformers read
+    told = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    logger.warning(f"{told}, as FastLanguageModel was told; set it in {type(args).__name__} for something else")
+    return args
+
+
+def _given(args: Any, name: str) -> bool:
+    if (given := getattr(args, "_given", None)) is not None:
+        return name in given or (name == "gradient_checkpointing" and "activation_checkpointing" in given)
+    return getattr(args, name) != getattr(type(args), name)
 
 
 def refuse_empty(trl_args: tuple, trl_kwargs: dict) -> None:

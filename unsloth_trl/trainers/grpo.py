@@ -33,6 +33,7 @@ from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
 from .construction import (
     default_name,
+    follow_model,
     keep,
     reach_experts,
     refuse_empty,
@@ -107,6 +108,7 @@ class GRPOTrainer(Publishing, MemoryPlanning, trl.GRPOTrainer):
     ):
         if args is None:
             args = GRPOConfig(default_name(model, "GRPO"))
+        args = follow_model(model, args)
         refuse_empty(trl_args, trl_kwargs)
         self._patched = setting(args, "patches") != "none"
         if self._patched:

@@ -22,6 +22,7 @@ from ..patches.registry import apply_patches, base_model
 from ..patches.report import PatchEntry, PatchReport
 from .construction import (
     default_name,
+    follow_model,
     keep,
     named_config,
     reach_experts,
@@ -91,6 +92,7 @@ class SFTTrainer(Publishing, MemoryPlanning, trl.SFTTrainer):
         elif not isinstance(args, trl.SFTConfig):
             # as TRL does with plain TrainingArguments, into a config that has the fields looked at here
             args = SFTConfig(**(args.to_dict() | {"hub_token": args.hub_token}))
+        args = follow_model(model, args)
         self._patched = setting(args, "patches") != "none"
         if self._patched:
             args = _with_supported_packing(model, args)
