@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.tiny import lora_config, tiny_model, tiny_rows, tiny_tokenizer
 
@@ -101,9 +101,20 @@ def trainer(base: str, output_dir: str, **config):
     )
 
 
+class WaitForPush(TrainerCallback):
+    """Steps take no time here: the next checkpoint would be written over the files that are being uploaded."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_save(self, args, state, control, **kwargs):
+        self.trainer._finish_current_push()
+
+
 def train(base: str, output_dir: str, resume: str | None = None, **config) -> list[float]:
     """Train, push at the end if asked to, and give the losses."""
     made = trainer(base, output_dir, **config)
+    made.add_callback(WaitForPush(made))
     made.train(resume_from_checkpoint=resume)
     if made.args.push_to_hub:
         made.push_to_hub(dataset_name="someone/words")
@@ -114,8 +125,8 @@ def make_trainer(base: str, output_dir: str, **config) -> None:
     trainer(base, output_dir, **config)
 
 
-def download(repo_id: str, folder: str, patterns: str | None = None) -> list[str]:
-    snapshot_download(repo_id, local_dir=folder, allow_patterns=patterns, token=TOKEN)
+def download(repo_id: str, folder: str, patterns: str | None = None, revision: str | None = None) -> list[str]:
+    snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=patterns, token=TOKEN)
     shutil.rmtree(Path(folder) / ".cache", ignore_errors=True)
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
