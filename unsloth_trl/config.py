@@ -113,7 +113,7 @@ class PatchArguments:
         # a value that was given wins over one that the model brings along, a default does not
         self = super().__new__(cls)
         by_place = [field.name for field in fields(cls) if field.init][: len(args)]
-        self._given = frozenset([*by_place, *kwargs])
+        self._given = (*by_place, *kwargs)
         return self
 
     def _check_patch_arguments(self) -> None:
