@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 import unsloth_trl
 from tests.hub.merge_runs import IDS, adapted, gap, logits, names_in, saved_tensors, stirred, stock_merge
@@ -307,7 +314,9 @@ def test_what_transformers_keeps_in_fp32_stays_fp32(tmp_path):
     model = adapted("deepseek_v3")
     save_pretrained_merged(model, tmp_path / "merged")
     kinds = {name.rpartition("mlp.")[2]: value.dtype for name, value in saved_tensors(tmp_path / "merged").items()}
-    assert kinds["gate.weight"] == kinds["gate.e_score_correction_bias"] == torch.float32
+    kept = model.get_base_model()._keep_in_fp32_modules_strict
+    assert kinds["gate.e_score_correction_bias"] == torch.float32
+    assert kinds["gate.weight"] == (torch.float32 if "gate.weight" in kept else torch.bfloat16)
     assert kinds["gate_proj.weight"] == torch.bfloat16
 
 
@@ -343,6 +352,44 @@ def test_the_adapter_alone(tmp_path):
     assert not list((tmp_path / "adapter").glob("model*"))
     loaded = PeftModel.from_pretrained(tiny_model("qwen3_moe"), tmp_path / "adapter")
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_an_adapter_with_a_name(tmp_path):
+    """It lies where its path is given, under whatever name it had; of several, each in a folder of its own."""
+    model = adapted("llama")
+    model.add_adapter("second", lora_config("llama", r=2))
+    model.set_adapter("second")
+    stirred(model)
+    expected = logits(model)
+    folder = save_pretrained_merged(model, tmp_path / "one", save_method="lora")
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_model("llama"), folder)), expected)
+    model.base_model.set_adapter(["default", "second"])
+    save_pretrained_merged(model, tmp_path / "two", save_method="lora")
+    assert {"adapter_config.json", "second/adapter_config.json"} < set(names_in(tmp_path / "two"))
+
+
+def test_wrapped_models(tmp_path, monkeypatch):
+    """What a compiler or DDP puts around a model is taken off; of several processes the main one writes."""
+    model = adapted("llama")
+    save_pretrained_merged(model, tmp_path / "plain")
+    save_pretrained_merged(torch.compile(model), tmp_path / "compiled")
+    plain, compiled = saved_tensors(tmp_path / "plain"), saved_tensors(tmp_path / "compiled")
+    assert plain.keys() == compiled.keys() and all(torch.equal(plain[name], compiled[name]) for name in plain)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *args: 1)
+    assert save_pretrained_merged(model, tmp_path / "other") == str(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_encoder_decoder_is_saved_without_comparison(tmp_path, caplog):
+    config = AutoConfig.for_model(
+        "t5", vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    report = write_merged(model, tmp_path / "merged", dtype=torch.float32)
+    assert report.verification is None and "encoder-decoder" in caplog.text
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
 def test_what_cannot_be_merged_is_named(tmp_path):

@@ -92,8 +92,8 @@ def save_pretrained_merged(
         save_directory (`str` or `Path`): Folder. What it had of a whole model is replaced, all else in it stays.
         tokenizer (*optional*): Tokenizer or processor that is saved with it.
         save_method (`str`, *optional*, defaults to `"merged_16bit"`): Or `"lora"`: the active adapter alone, as PEFT
-            saves it. `"merged_4bit"` rounds the merged weights to 4 bits again, which costs accuracy, and needs
-            `force=True`.
+            saves it; several active ones in a folder each. `"merged_4bit"` rounds the merged weights to 4 bits again,
+            which costs accuracy, and needs `force=True`.
         max_shard_size (`int` or `str`, *optional*, defaults to `"5GB"`): Of a file, which is about what this takes of
             memory.
         base (`str`, *optional*, defaults to `"auto"`): For a base in 4 or 8 bits, what the adapters are added to.
@@ -152,7 +152,7 @@ def write_merged(
         )
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} is no floating-point dtype: torch.bfloat16 or torch.float16")
-    model = extract_model_from_parallel(model)
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
     target = Path(save_directory).expanduser().resolve()
     if save_method == "lora":
         return _write_adapter(model, target, tokenizer)
@@ -196,10 +196,20 @@ def _write_adapter(model: nn.Module, target: Path, tokenizer) -> MergeReport:
         if (target / "README.md").is_file():  # PEFT adds to a card that is there
             shutil.copy2(target / "README.md", folder)
         model.save_pretrained(str(folder), selected_adapters=list(model.active_adapters))
+        if len(model.active_adapters) == 1:
+            _lift(folder / model.active_adapters[0], folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("adapter_model*")))
     return MergeReport(target, "lora", None, "live", num_bytes, files, not_verified="an adapter is PEFT's to save")
+
+
+def _lift(inner: Path, folder: Path) -> None:
+    """PEFT puts an adapter that has a name into a folder of that name, where loaders that get the path do not look."""
+    if inner.is_dir():
+        for path in inner.iterdir():
+            path.rename(folder / path.name)
+        inner.rmdir()
 
 
 def _base_folders(model: nn.Module, live: PreTrainedModel) -> list[Path]:
@@ -345,6 +355,10 @@ class _Merging:
 
     def verify(self, folder: Path) -> tuple[Verification | None, str | None]:
         """Reload and compare; the second is why that was not done."""
+        if self.live.config.is_encoder_decoder:
+            why = "the comparison is for decoders, and this is an encoder-decoder"
+            logger.warning(f"The saved model is not verified: {why}.")
+            return None, why
         device = device_for(self.layout.num_bytes, self.live.get_input_embeddings().weight.device)
         if isinstance(device, str):
             logger.warning(f"The saved model is not verified: {device}.")

@@ -324,6 +324,8 @@ def _shell(module: nn.Module) -> nn.Module:
 def _wide_base(base: nn.Module, zero: bool) -> nn.Module:
     """The base module with its parameters in fp32, dequantised; `zero` leaves out their values."""
     if type(base).__module__.startswith("bitsandbytes"):
+        if not isinstance(base, nn.Linear):
+            raise ValueError(f"an adapter on a {type(base).__name__} of bitsandbytes cannot be merged here")
         twin = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
     else:
         twin = _shell(base)

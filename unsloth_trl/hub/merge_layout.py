@@ -86,19 +86,22 @@ class Layout:
             folder (`Path`): Where to.
             produce (`Callable`): The tensors of a group, by the names of its `outputs`.
         """
-        where, waiting = self.shards.tensor_to_filename, {name: {} for name in self.shards.filename_to_tensors}
+        where, files = self.shards.tensor_to_filename, self.shards.filename_to_tensors
+        waiting: dict[str, dict[str, torch.Tensor]] = {file: {} for file in files}
+        pointers: dict[str, set[int]] = {file: set() for file in files}
         progress = logging.tqdm(total=len(waiting), desc="Writing merged weights", unit="file")
         with progress:
             for group in self.groups:
                 tensors = produce(group)
                 for name in group.outputs:
-                    tensor, file = _to_cpu(tensors.pop(name)), waiting[where[name]]
-                    # two names of one live tensor, of which a file of safetensors takes none
-                    shared = any(tensor.data_ptr() == other.data_ptr() for other in file.values())
-                    file[name] = tensor.clone() if shared and tensor.numel() else tensor
+                    tensor = _to_cpu(tensors.pop(name))
+                    # of two names for one live tensor, a file of safetensors takes neither
+                    shared = tensor.data_ptr() in pointers[where[name]]
+                    pointers[where[name]].add(tensor.data_ptr())
+                    waiting[where[name]][name] = tensor.clone() if shared else tensor
                 del tensors
                 for file in {where[name]: None for name in group.outputs}:
-                    if len(waiting[file]) == len(self.shards.filename_to_tensors[file]):
+                    if len(waiting[file]) == len(files[file]):
                         save_file(waiting.pop(file), folder / file, metadata={"format": "pt"})
                         progress.update()
         assert not waiting, f"not all tensors of {', '.join(waiting)} were produced"

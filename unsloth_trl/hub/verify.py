@@ -104,6 +104,7 @@ def reload(model: PreTrainedModel, folder: Path, device: torch.device) -> PreTra
             attn_implementation=attention,
             local_files_only=True,
             output_loading_info=True,
+            **({"device_map": {"": device}} if device.type == "cuda" else {}),  # past the memory of the host
         )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = {kind: sorted(map(str, info.get(kind) or ())) for kind in kinds}
@@ -113,7 +114,7 @@ def reload(model: PreTrainedModel, folder: Path, device: torch.device) -> PreTra
             f"the saved model does not load as it was: {kind.replace('_', ' ')} {', '.join(names[:4])}. Nothing was "
             "kept; verify=False keeps it as it is"
         )
-    return loaded.to(device).eval()
+    return loaded.eval()
 
 
 def compare(model: PreTrainedModel, saved: PreTrainedModel, weights: list[MergedWeight]) -> Verification:
