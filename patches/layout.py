@@ -102,6 +102,7 @@ class PackedLayout:
         self._buffer = self._build(size)
         self._by_device: dict[torch.device, PackedLayout] = {}
         self._derived: dict = {}
+        self.any_lengths = False  # see `of_any_lengths`
         self.own_padding = 0  # tokens of the padding that a collator of this package added for the shape alone
         self.reached: set[str] = set()  # the ops that have read this layout, on whichever device
 
@@ -189,6 +190,17 @@ class PackedLayout:
     def position_ids(self) -> torch.Tensor:
         return self._buffer[: self.num_tokens].unsqueeze(0)
 
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a token may see, itself included, on average; 0 for a layout of any lengths."""
+        if self.any_lengths or not self.num_tokens:
+            return 0.0
+        before = [0] * len(self.seqlens)
+        for i, parent in enumerate(self.parents or ()):
+            before[i] = 0 if parent == NO_PARENT else before[parent] + self.seqlens[parent]
+        pairs = sum(n * (start + (n + 1) / 2) for n, start in zip(self.seqlens, before, strict=True))
+        return pairs / self.num_tokens
+
     def derived(self, key, build):
         """Tensors that an op derives from this layout once per batch, on its device: `build(self)` at first use."""
         if key not in self._derived:
@@ -237,8 +249,12 @@ class PackedLayout:
         if self.parents is not None:
             raise ValueError("the tables of segments with parents are numbers on the host, which differ by layout")
         other = self._with_buffer(self._buffer.clone())
-        other.max_context, other.seqlens = self.max_seqlen, ()
+        other.max_context, other.seqlens, other.any_lengths = self.max_seqlen, (), True
         return other
+
+    def forget_derived(self) -> None:
+        """Let ops derive their tensors again: after another layout's buffer was written into this one's."""
+        self._derived.clear()
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_by_device": {}, "_derived": {}}

@@ -195,7 +195,7 @@ def pad_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tu
 
 
 def pad_columns(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x` with zeros up to `size` in its last dimension; itself, which `F.pad` would copy, where it has that already."""
+    """`x` with zeros up to `size` in its last dimension; itself, where `F.pad` would copy it to the same."""
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 

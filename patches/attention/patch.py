@@ -20,12 +20,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..config import PatchConfig
 from ..layout import PackedLayout
 from ..report import PatchEntry
-from .compiled import can_flash, flash_attn_by_layout, layout_of
-from .fused import fused_attention, fused_refusal
-from .op import device_supports_flash, flash_attn_varlen, refusal_of_any_layout
+from .compiled import flash_attn_by_layout, layout_of
+from .dispatch import choose, fits_graph, prefers_fused, sdpa_refusal, takes_fused
+from .fused import fused_attention
+from .op import device_supports_flash, flash_attn_varlen
 from .reference import causal_mask, eager_attention
 from .segments import eager_attend, sdpa_attend, segment_attention
-from .shared import flash_attn_shared, level_refusal
+from .shared import flash_attn_shared
 
 
 # transformers reads meaning into "flash", "sdpa", "flex" and "/" inside a name
@@ -36,51 +37,6 @@ NAMES = {
     "sdpa": "unsloth_trl_segments",
     "eager": "unsloth_trl_eager",
 }
-
-
-def flash_refusal(
-    query: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    dropout: float,
-) -> str | None:
-    """Why FlashAttention-2 cannot take this call, or `None` if it can. Head size is the last dimension."""
-    if layout.parents is not None:
-        if window is not None:
-            return f"a window ({window}) that reaches into parent segments"
-        if (order := layout.derived("level_refusal", level_refusal)) is not None:
-            return order
-    return refusal_of_any_layout(query, value, softcap, sinks, dropout)
-
-
-def sdpa_refusal(softcap: float | None, sinks: torch.Tensor | None) -> str | None:
-    """Why `scaled_dot_product_attention` cannot take this call, or `None` if it can."""
-    if softcap is not None:
-        return f"soft-capping ({softcap})"
-    return "attention sinks" if sinks is not None else None
-
-
-def _choose(backend: str, query, value, layout, window, softcap, sinks, dropout) -> str:
-    refusals = {
-        "flash_attention_2": functools.partial(flash_refusal, query, value, layout, window, softcap, sinks, dropout),
-        "sdpa": functools.partial(sdpa_refusal, softcap, sinks),
-    }
-    by_name = refusals | {"triton": functools.partial(fused_refusal, query, value, dropout)}
-    if layout.num_tokens and not layout.seqlens:  # of any lengths
-        named = backend not in ("auto", "flash_attention_2")
-        reason = refusals["flash_attention_2"]() or (named and f"attention_backend={backend!r}")
-        if reason:
-            raise RuntimeError(f"a captured row needs FlashAttention-2, which rules out {reason}")
-        return "flash_attention_2"
-    if backend == "auto":
-        return next((name for name, refusal in refusals.items() if refusal() is None), "eager")
-    refused = by_name[backend]() if backend in by_name else None
-    if refused:
-        raise ValueError(f"attention_backend={backend!r} cannot do {refused}; set attention_backend='auto'")
-    return backend
 
 
 def _common_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -112,7 +68,7 @@ def _packed_attention(
     if window is not None and window >= layout.max_context:
         window = None
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    match _choose(backend, query, value, layout, window, softcap, sinks, dropout):
+    match choose(backend, query, value, layout, window, softcap, sinks, dropout):
         case "flash_attention_2" if layout.parents is not None:
             out = flash_attn_shared(q, k, v, layout, scale=scale)
         case "flash_attention_2":
@@ -133,9 +89,10 @@ def _packed_attention(
 def _attention_by_handle(backend: str, query, key, value, handle: torch.Tensor, **settings) -> torch.Tensor:
     """`_packed_attention` within a graph: an op of the graph where that can be one, else what interrupts the graph."""
     query, key, value = _common_dtype(query, key, value)
-    refusals = settings["softcap"], settings["sinks"], settings["dropout"]
-    if backend in ("auto", "flash_attention_2") and can_flash(query, value, *refusals):
-        return flash_attn_by_layout(query, key, value, handle, settings["scale"], settings["window"])
+    obstacles = settings["softcap"], settings["sinks"], settings["dropout"]
+    if fits_graph(backend, query, value, *obstacles):
+        rest = (settings[name] for name in ("scale", "window", "softcap", "sinks"))
+        return flash_attn_by_layout(query, key, value, handle, *rest, backend=backend)
     return _outside_of_graphs(backend, query, key, value, handle, **settings)
 
 
@@ -344,18 +301,21 @@ def _expected_backend(model: PreTrainedModel, config: PatchConfig) -> str:
         return config.attention_backend
     text = model.config.get_text_config()
     device, dtype = next(((p.device, p.dtype) for p in text_decoder(model).parameters()), (None, None))
-    reasons = []
+    obstacles = []
     if getattr(text, "attn_logit_softcapping", None) is not None:
-        reasons.append("soft-capping")
+        obstacles.append("soft-capping")
     if any(hasattr(m, "sinks") for m in text_decoder(model).modules()):
-        reasons.append("attention sinks")
-    if reasons:
-        return f"eager over segments ({', '.join(reasons)})"
+        obstacles.append("attention sinks")
+    half = torch.bfloat16 if dtype == torch.float32 else dtype
+    under_autocast = " under autocast, else sdpa over segments (fp32 weights)" if dtype == torch.float32 else ""
+    if device is not None and (prefers_fused(device, half) or (obstacles and takes_fused(device, half))):
+        why = f"for {', '.join(obstacles)}" if obstacles else "as measured to be the fastest on this card"
+        return f"triton ({why}){under_autocast}"
+    if obstacles:
+        return f"eager over segments ({', '.join(obstacles)})"
     if device is None or not device_supports_flash(device):
         return f"sdpa over segments (device {device})"
-    if dtype == torch.float32:
-        return "flash_attention_2 under autocast, else sdpa over segments (fp32 weights)"
-    return "flash_attention_2"
+    return f"flash_attention_2{under_autocast}"
 
 
 def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:

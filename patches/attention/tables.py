@@ -17,6 +17,7 @@ class Tables(NamedTuple):
     """
     Blocks and spans of a layout, all int32 on its device. A block is `(first row, end of its segment, start of the
     segment, position of the start, first span, end span)`, a span `(first row, end row, position of the first row)`.
+    Blocks of zeros, which those of static sizes end with, have no rows.
 
     Args:
         q_tiles (`torch.Tensor` of shape `(num_q_tiles, 6)`): Blocks of queries, those with the most keys first.
@@ -61,14 +62,17 @@ def build_tables(
         least_work (`int`, *optional*): No block with fewer rows of queries, those of all heads counted, is divided.
 
     Returns:
-        `Tables`: Made on the host, in one copy.
+        `Tables`: Made on the host, in one copy; on the device for a layout of any lengths, whose tables have static
+        sizes and no divided blocks.
     """
+    if layout.any_lengths:
+        return _static_tables(layout, q_rows, d_rows, k_rows, group)
     lengths = layout.seqlens
     parents = layout.parents or (NO_PARENT,) * len(lengths)
     starts = list(itertools.accumulate(lengths, initial=0))
     positions: list[int] = []
     ancestors: list[tuple[int, ...]] = []  # from the root down, the segment itself last
-    seen_by: list[list[int]] = []
+    seen_by: list[list[int]] = []  # itself first
     for i, parent in enumerate(parents):
         root = parent == NO_PARENT
         positions.append(0 if root else positions[parent] + lengths[parent])
@@ -77,24 +81,22 @@ def build_tables(
         for ancestor in ancestors[i]:
             seen_by[ancestor].append(i)
 
-    def span(i: int) -> tuple[int, int, int]:
-        return starts[i], starts[i + 1], positions[i]
-
     def tiles(block: int, others: list) -> tuple[list, list]:
         spans, found = [], []
         for i, n in enumerate(lengths):
-            if not n:
-                continue
-            mine = [span(j) for j in others[i] if lengths[j]]
-            work = sum(end - start for start, end, _ in mine)
-            first_span, end_span = len(spans), len(spans) + len(mine)
-            spans += mine
-            for first in range(starts[i], starts[i + 1], block):
-                found.append((-work, (first, starts[i + 1], starts[i], positions[i], first_span, end_span)))
-        found.sort(key=lambda tile: tile[0])
-        return [tile for _, tile in found], spans
+            if n:
+                mine = [(starts[j], starts[j + 1], positions[j]) for j in others[i] if lengths[j]]
+                numbers = (starts[i + 1], starts[i], positions[i], len(spans), len(spans) + len(mine))
+                spans += mine
+                found += [(first, *numbers) for first in range(starts[i], starts[i + 1], block)]
+        return found, spans
 
-    (q_tiles, q_spans), (d_tiles, _) = tiles(q_rows, ancestors), tiles(d_rows, ancestors)
+    def queries(block: int) -> tuple[list, list]:
+        found, spans = tiles(block, ancestors)
+        found.sort(key=lambda tile: -sum(_keys(tile, block, spans)))
+        return found, spans
+
+    (q_tiles, q_spans), (d_tiles, _) = queries(q_rows), queries(d_rows)
     k_tiles, k_spans = tiles(k_rows, seen_by)
     k_tiles, k_sums = _divided(k_tiles, k_spans, group, programs, least_work)
     parts = [q_tiles, d_tiles, q_spans, k_tiles, k_spans, k_sums]
@@ -106,17 +108,28 @@ def build_tables(
     return Tables(*tables, num_slots=k_sums[-1][3] if k_sums else 0)
 
 
+def _keys(tile: tuple, block: int, spans: list) -> list[int]:
+    """Of each span of a block of queries, the keys that its last one sees."""
+    first, end, start = tile[:3]
+    last = min(first + block, end)
+    return [(last if own == start else stop) - own for own, stop, _ in spans[slice(*tile[4:])]]
+
+
+def _queries(tile: tuple, spans: list) -> list[int]:
+    """Of each span of a block of keys, the queries that see its first one."""
+    first, start = tile[0], tile[2]
+    return [stop - (first if own == start else own) for own, stop, _ in spans[slice(*tile[4:])]]
+
+
 def _divided(tiles: list, spans: list, group: int, programs: int, least_work: int) -> tuple[list, list]:
     """Tiles of keys with their units and slots, those with the most work first, and the sums."""
-    lengths = [end - start for start, end, _ in spans]
-    work = [group * sum(lengths[tile[4] : tile[5]]) for tile in tiles]
-    most = max(sum(work) / programs, least_work)
+    work = [_queries(tile, spans) * group for tile in tiles]
+    most = max(sum(map(sum, work)) / programs, least_work)
     found, sums, slots = [], [], 0
-    for tile, whole in zip(tiles, work, strict=True):
-        units = lengths[tile[4] : tile[5]] * group
-        cuts = _cuts(units, math.ceil(whole / most))
+    for tile, units in zip(tiles, work, strict=True):
+        cuts = _cuts(units, math.ceil(sum(units) / most))
         if len(cuts) == 2:
-            found.append((-whole, (*tile, 0, len(units), -1)))
+            found.append((-sum(units), (*tile, 0, len(units), -1)))
             continue
         sums.append((*tile[:2], slots, slots + len(cuts) - 1))
         for first, end in itertools.pairwise(cuts):
@@ -134,3 +147,30 @@ def _cuts(units: list[int], pieces: int) -> list[int]:
         if reached * pieces >= whole * len(cuts):
             cuts.append(i)
     return [*cuts, len(units)]
+
+
+def _static_tables(layout: PackedLayout, q_rows: int, d_rows: int, k_rows: int, group: int) -> Tables:
+    """Tables of segments without parents whose boundaries only the device knows."""
+    cu_seqlens = layout.cu_seqlens
+    number = cu_seqlens.shape[0] - 1
+    spans = torch.stack([cu_seqlens[:-1], cu_seqlens[1:], torch.zeros_like(cu_seqlens[1:])], dim=1)
+    lengths = cu_seqlens.diff()
+
+    def tiles(rows: int, of_keys: bool) -> torch.Tensor:
+        blocks = (lengths + (rows - 1)) // rows
+        ends = blocks.cumsum(0, dtype=torch.int32)
+        tile = torch.arange(layout.num_tokens // rows + number, dtype=torch.int32, device=cu_seqlens.device)
+        segment = torch.searchsorted(ends, tile, right=True, out_int32=True)
+        live = segment < number
+        segment = segment.clamp(max=number - 1)
+        start, end = cu_seqlens[segment], cu_seqlens[segment + 1]
+        first = start + (tile - (ends - blocks)[segment]) * rows
+        work = (end - first if of_keys else torch.minimum(first + rows, end) - start) * live
+        numbers = [first, end, start, torch.zeros_like(start), segment, segment + 1]
+        if of_keys:
+            numbers += [torch.zeros_like(start), torch.full_like(start, group), torch.full_like(start, -1)]
+        table = torch.stack(numbers, dim=1) * live[:, None]
+        return table[work.argsort(descending=True, stable=True)]
+
+    none = spans.new_empty(0, WIDTHS[-1])
+    return Tables(tiles(q_rows, False), tiles(d_rows, False), spans, tiles(k_rows, True), spans, none)

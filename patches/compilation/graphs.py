@@ -106,6 +106,7 @@ class _Callable(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layout = self.layout  # its tensors are views of `buffer`
+        layout.forget_derived()  # what is derived from them is part of the graph
         with _without_cache(input_ids.device.type):
             output = self._decoder().before(
                 input_ids=input_ids,

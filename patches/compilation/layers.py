@@ -23,6 +23,7 @@ from ..attention.shared import level_refusal
 from ..checkpointing.policy import Plan
 from ..checkpointing.settings import tile_of
 from ..checkpointing.tiles import TileSwitch
+from ..kernels import has_triton
 from ..owner import OwnForward
 
 
@@ -90,7 +91,9 @@ class LayerCompiler:
         layout = kwargs.get("packed_layout")
         if layout is None or layout.parents is None:
             return layout is None or layout.cached
-        return layout.cached and not self.windows and layout.derived("level_refusal", level_refusal) is None
+        if not layout.cached or (hidden.is_cuda and has_triton()):  # the fused kernel takes any
+            return layout.cached
+        return not self.windows and layout.derived("level_refusal", level_refusal) is None
 
     def _is_tiled(self, tokens: int) -> bool:
         plan = None if self._plan is None else self._plan()

@@ -67,7 +67,15 @@ def compare(found, expected, tolerance):
     assert worst[0] <= tolerance, worst
 
 
-CASES = [("llama", False), ("glm4", False), ("gemma3_text", False), ("qwen3_moe", False), ("qwen3_moe", True)]
+CASES = [
+    ("llama", False),
+    ("glm4", False),
+    ("gemma2", False),
+    ("gemma3_text", False),
+    ("gpt_oss", False),
+    ("qwen3_moe", False),
+    ("qwen3_moe", True),
+]
 
 
 @pytest.mark.parametrize("compile_layers", ["off", "on"])

@@ -18,18 +18,18 @@ FLOOR = {"float32": 4e-6, "float16": 1e-3}
 def test_tables_of_a_group():
     """A prompt of five tokens with completions of three and none, blocks of four queries and of two keys."""
     tables = build_tables(PackedLayout([5, 3, 0, 2], [-1, 0, 0, -1]), 4, 8, 2)
-    # the completion comes first: it has eight keys; the prompt has two blocks of queries
-    assert tables.q_tiles.tolist() == [[5, 8, 5, 5, 1, 3], [0, 5, 0, 0, 0, 1], [4, 5, 0, 0, 0, 1], [8, 10, 8, 0, 3, 4]]
+    # the completion comes first: it has eight keys; of the prompt's two blocks the later one has five, the other four
+    assert tables.q_tiles.tolist() == [[5, 8, 5, 5, 1, 3], [4, 5, 0, 0, 0, 1], [0, 5, 0, 0, 0, 1], [8, 10, 8, 0, 3, 4]]
     assert tables.d_tiles.tolist() == [[5, 8, 5, 5, 1, 3], [0, 5, 0, 0, 0, 1], [8, 10, 8, 0, 3, 4]]
     assert tables.q_spans.tolist() == [[0, 5, 0], [0, 5, 0], [5, 8, 5], [8, 10, 0]]
-    # the prompt's keys are seen by itself and by the completion
+    # the prompt's keys are seen by itself, the later ones by fewer, and by the completion
     assert tables.k_tiles.tolist() == [
         [0, 5, 0, 0, 0, 2, 0, 2, -1],
         [2, 5, 0, 0, 0, 2, 0, 2, -1],
         [4, 5, 0, 0, 0, 2, 0, 2, -1],
         [5, 8, 5, 5, 2, 3, 0, 1, -1],
-        [7, 8, 5, 5, 2, 3, 0, 1, -1],
         [8, 10, 8, 0, 3, 4, 0, 1, -1],
+        [7, 8, 5, 5, 2, 3, 0, 1, -1],
     ]
     assert not tables.k_sums.numel() and tables.num_slots == 0
     assert tables.k_spans.tolist() == [[0, 5, 0], [5, 8, 5], [5, 8, 5], [8, 10, 0]]
@@ -46,6 +46,23 @@ def test_tables_of_a_chain():
         [2, 5, 2, 2, 3, 5, 0, 2, -1],
         [5, 9, 5, 5, 5, 6, 0, 1, -1],
     ]
+
+
+@pytest.mark.parametrize("seqlens", [[5, 3, 0, 2, 16], [26], [1] * 20, []], ids=str)
+def test_tables_of_any_lengths(seqlens):
+    """Those that a graph makes on its device are those of the host, and then empty ones."""
+    layout = PackedLayout(seqlens, cu_seqlens_size=24)
+    expected, found = (build_tables(x, 4, 8, 2, group=3) for x in (layout, layout.of_any_lengths()))
+    for name in ("q_tiles", "d_tiles", "k_tiles"):
+        mine, theirs = getattr(found, name).tolist(), getattr(expected, name).tolist()
+        # their spans are numbered by the segment, those of the host by the segments that have tokens
+        assert [row[:4] + row[6:] for row in mine[: len(theirs)]] == [row[:4] + row[6:] for row in theirs]
+        assert [found.q_spans[row[4]].tolist() for row in mine[: len(theirs)]] == [
+            expected.q_spans[row[4]].tolist() for row in theirs
+        ]
+        assert all(row[5] == row[4] + 1 for row in mine[: len(theirs)])
+        assert not any(any(row) for row in mine[len(theirs) :])
+    assert found.num_slots == 0 and all(table.dtype == torch.int32 for table in found[:-1])
 
 
 def test_a_prompt_with_many_completions_is_divided():
@@ -93,7 +110,8 @@ class Shape:
         self.sinks = empty(heads) if sinks else None
         self.tables = Tables(*(empty(4, width, dtype=torch.int32) for width in WIDTHS), num_slots=4)
         self.settings = (0.1, softcap, window)
-        self.blocks = [fused.blocks_for(shared, dtype, max(size, v_size), part) for part in get_args(fused.Part)]
+        size, long = max(size, v_size), kind == "long"
+        self.blocks = [fused.blocks_for(shared, dtype, size, part, long) for part in get_args(fused.Part)]
 
     def launch(self):
         out, lse = fused.launch_forward(
@@ -111,7 +129,7 @@ class Shape:
 
 
 SIZES = [(128, 128, "all"), (256, 256, "all")]
-UNUSUAL = [(64, 64, "plain"), (192, 128, "plain"), (512, 512, "plain")]
+UNUSUAL = [(64, 64, "plain"), (192, 128, "plain"), (512, 512, "plain"), (128, 128, "long")]
 TIGHT = ("sm_90", "gfx942")  # sm_75 takes long: without tensor cores, all products are unrolled
 
 

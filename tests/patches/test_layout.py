@@ -237,3 +237,12 @@ def test_500_split_patterns_leave_nothing_behind():
     for a, b in zip(again[0], first[0], strict=True):
         assert a[:2] == b[:2] and torch.equal(a.gather, b.gather)
     assert torch.equal(again[1], first[1])
+
+
+@pytest.mark.parametrize(
+    "seqlens, parents, expected",
+    [([4], None, 2.5), ([5, 3], [-1, 0], 4.5), ([2, 1, 2], [-1, 0, 1], (3 + 3 + 9) / 5), ([0], None, 0.0)],
+)
+def test_mean_context(seqlens, parents, expected):
+    """Every token sees itself and what is before it: 1 + 2 + 3 + 4 of 4; 15 of a prompt, 6 + 7 + 8 behind it."""
+    assert PackedLayout(seqlens, parents).mean_context == expected

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.tiny import tiny_model
+from unsloth_trl.patches.attention import dispatch
 from unsloth_trl.patches.attention import patch as attention
 from unsloth_trl.patches.compilation import graphs
 from unsloth_trl.patches.compilation import patch as compilation
@@ -116,12 +117,12 @@ def replayed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compilation, "why_no_graphs", lambda decoder: None)
     # FlashAttention's op, whose stand-in on the CPU reads `cu_seqlens` as the kernel does
-    refusal = attention.flash_refusal
+    refusal = dispatch.flash_refusal
 
     def on_any_device(query, *rest):
         return refusal(query.half(), *rest) if rest[-2] is not None or rest[-3] is not None else None
 
-    monkeypatch.setattr(attention, "flash_refusal", on_any_device)
+    monkeypatch.setattr(dispatch, "flash_refusal", on_any_device)
     return found
 
 

@@ -11,7 +11,7 @@ import unsloth_trl
 from tests.numerics import assert_runs_close, make_trainer, run_sft
 from tests.tiny import ARCHITECTURES, tiny_model
 from tests.trainers.grpo_runs import run_ours
-from unsloth_trl.patches.attention import compiled, patch
+from unsloth_trl.patches.attention import compiled, dispatch, patch
 from unsloth_trl.patches.attention import op as attention_op
 from unsloth_trl.patches.checkpointing import settings
 from unsloth_trl.patches.checkpointing.tiles import TiledForward
@@ -100,10 +100,10 @@ def test_grpo_is_the_same(model_type, untranslated):
 def in_graph(monkeypatch):
     """The attention op within the graph, which is there for GPUs, with its reference on the CPU."""
 
-    def can_flash(query, value, softcap, sinks, dropout):
-        return softcap is None and sinks is None and not dropout
+    def refusal(query, value, softcap, sinks, dropout):
+        return None if softcap is None and sinks is None and not dropout else "no reference"
 
-    monkeypatch.setattr(patch, "can_flash", can_flash)
+    monkeypatch.setattr(dispatch, "refusal_of_any_layout", refusal)
 
 
 def test_attention_within_the_graph(in_graph, untranslated):
@@ -117,7 +117,7 @@ def test_attention_within_the_graph(in_graph, untranslated):
 @pytest.mark.parametrize(
     "seqlens, parents", [([3, 1, 5], None), ([4, 3, 2, 5], [-1, 0, 0, -1])], ids=["plain", "tree"]
 )
-def test_attention_op(seqlens, parents):
+def test_attention_op(seqlens, parents, in_graph):
     layout = PackedLayout(seqlens, parents)
     if parents is not None:
         layout = PackedLayout([4, 5, 3, 2], [-1, -1, 0, 0])
@@ -146,10 +146,10 @@ def test_attention_op(seqlens, parents):
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     arguments = tuple(x.detach().requires_grad_() for x in (query, key, value))
-    torch.library.opcheck(torch.ops.unsloth_trl.flash_attn_by_layout, (*arguments, handle, 0.3, 0))
+    torch.library.opcheck(torch.ops.unsloth_trl.flash_attn_by_layout, (*arguments, None, handle, 0.3, 0, 0.0, "auto"))
 
 
-def test_queries_in_any_order_in_memory(monkeypatch, untranslated):
+def test_queries_in_any_order_in_memory(monkeypatch, untranslated, in_graph):
     """A kernel gives the strides of its queries, as `torch.cat` of rotated halves leaves them."""
     real, real_backward = attention_op.varlen_attention_reference, attention_op.varlen_attention_backward_reference
 
