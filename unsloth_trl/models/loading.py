@@ -24,7 +24,7 @@ from .loading_adapters import (
 )
 from .loading_arguments import refuse_unknown
 from .loading_sources import HUB, base_of, find_source, read_adapter
-from .loading_weights import Loading, choose_dtype, default_device_map, load_weights
+from .loading_weights import Loading, choose_dtype, default_device_map, load_weights, require_gguf
 from .rope import fit_positions
 from .saving_methods import add_saving_methods
 from .support import check_architecture
@@ -131,6 +131,8 @@ class FastLanguageModel:
                     "(save_pretrained_merged) and load the result"
                 )
             source = base_of(adapter, source)
+        if source.gguf_file:
+            require_gguf()
         config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
         own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
         check_architecture(config, strict=strict, own_code=own_code)

@@ -175,6 +175,15 @@ def require_bitsandbytes(bits: int) -> None:
         )
 
 
+def require_gguf() -> None:
+    """
+    Raises:
+        ImportError: If gguf is not installed.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("GGUF files are read with the package gguf: pip install 'unsloth_trl[gguf]'")
+
+
 def _prequantised(source: Source, config: PreTrainedConfig, loading: Loading, saved: dict) -> PreTrainedModel:
     """A checkpoint that is quantised already stays as it is."""
     method = str(getattr(saved.get("quant_method"), "value", saved.get("quant_method")))
@@ -231,8 +240,6 @@ def _from_gguf(source: Source, config: PreTrainedConfig, loading: Loading) -> Pr
     A model that can be trained and saved. The one that transformers makes of a GGUF file counts as quantised, and
     refuses both.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError("GGUF files are read with the package gguf: pip install 'unsloth_trl[gguf]'")
     if loading.quantization_config is not None:
         raise ValueError(
             "quantization_config is for checkpoints; a GGUF file takes load_in_4bit=True, load_in_8bit=True or neither"
