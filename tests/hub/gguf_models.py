@@ -32,6 +32,15 @@ CHAT_TEMPLATE = (
 VOCAB = 512
 
 
+def known_splits() -> dict[str, str] | None:
+    """How transformers splits text for the names in GGUF files; `None` if an older one ignores them."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        return None
+    return GGUF_PRE_TOKENIZER_SPLITS
+
+
 def split_steps(pattern: str | None, digits: bool = False) -> pre_tokenizers.PreTokenizer:
     """The steps before byte-level BPE: cut by a pattern, or by that of GPT-2."""
     first = [pre_tokenizers.Digits(individual_digits=True)] if digits else []

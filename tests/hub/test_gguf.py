@@ -12,6 +12,7 @@ from tests.hub.gguf_models import (
     TEXTS,
     VOCAB,
     byte_level_tokenizer,
+    known_splits,
     model_folder,
     read_metadata,
     read_tensors,
@@ -92,6 +93,8 @@ def test_reloaded_logits_and_tokens(case, tokenizers, tmp_path):
     assert found["F32"] < LOSSLESS and found["BF16"] < LOSSLESS
     assert found["F16"] < HALF
     assert 1e-3 < found["Q8_0"] < EIGHT_BITS
+    if known_splits() is None:
+        return
     again = AutoTokenizer.from_pretrained(files[0].parent, gguf_file=files[0].name)
     # transformers' tokenizer for such files puts no space before a text that starts with one, or after special tokens;
     # the exported one does, and so does llama.cpp

@@ -4,13 +4,14 @@ import json
 
 import gguf
 import pytest
-from tokenizers import pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.hub.gguf_models import (
     TEXTS,
     VOCAB,
     byte_level_tokenizer,
+    known_splits,
     model_folder,
     read_metadata,
     sentencepiece_tokenizer,
@@ -41,9 +42,9 @@ def test_splits_are_those_of_the_families():
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     assert NAMES["qwen2"] == ((PRETOKENIZE_REGEX,), False)
-    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     for name in ("llama-bpe", "smaug-bpe", "qwen2", "gpt-4o", "tekken"):
-        assert NAMES[name][0] == (mapping.GGUF_PRE_TOKENIZER_SPLITS[name],), name
+        if (known := known_splits()) is not None:
+            assert NAMES[name][0] == (known[name],), name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,6 +77,23 @@ def test_types_and_padding(tmp_path):
     assert vocabulary.tokens.index("<think>") == tokenizer.convert_tokens_to_ids("<think>")
 
 
+@pytest.mark.parametrize("normalizer, lost", [(normalizers.NFC(), False), (normalizers.Lowercase(), True)])
+def test_normalizers(normalizer, lost, tmp_path):
+    tokenizer = tokenizer_of("gpt-2")
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    if lost:
+        with pytest.raises(ValueError, match=r'normalizer={"type": "Lowercase"} cannot be written to GGUF'):
+            vocabulary_of(tokenizer, tmp_path)
+    else:
+        assert vocabulary_of(tokenizer, tmp_path).pre == "gpt-2"
+
+
+def test_tokens_that_take_the_space_beside_them(tmp_path):
+    tokenizer = tokenizer_of("gpt-2")
+    tokenizer.add_tokens([AddedToken("<image>", lstrip=True)])
+    assert "['<image>'] take white space beside them" in vocabulary_of(tokenizer, tmp_path).notes[0]
+
+
 def test_two_ids_of_one_text(tmp_path):
     tokenizer = tokenizer_of("gpt-2")
     tokenizer.add_tokens([f"[PAD{VOCAB - 1}]"])
@@ -86,7 +104,10 @@ def test_two_ids_of_one_text(tmp_path):
 @pytest.mark.parametrize("gemma", [False, True])
 def test_sentencepiece(gemma, tmp_path):
     tokenizer = sentencepiece_tokenizer(gemma)
+    tokenizer.add_tokens(["\u2581\u2581"])
     vocabulary = vocabulary_of(tokenizer, tmp_path)
+    # looked for in the raw text
+    assert vocabulary.tokens[tokenizer.convert_tokens_to_ids("\u2581\u2581")] == "  "
     kinds = dict(zip(vocabulary.tokens, vocabulary.types, strict=True))
     assert kinds["<0x0A>"] == gguf.TokenType.BYTE and vocabulary.add_space_prefix is not gemma
     assert kinds["<unk>"] == gguf.TokenType.UNKNOWN and vocabulary.merges == []

@@ -13,7 +13,6 @@ from tests.hub.gguf_models import byte_level_tokenizer, model_folder, read_metad
 from tests.tiny import lora_config, tiny_model
 from unsloth_trl.hub.gguf import GGUFExportError, export_gguf, save_pretrained_gguf
 from unsloth_trl.hub.llama_cpp import (
-    CONVERTERS,
     LlamaCppNotFoundError,
     find_converter,
     find_quantizer,
@@ -89,7 +88,7 @@ def test_b64_on_path_and_in_the_working_directory(tmp_path, monkeypatch):
     assert find_quantizer() == on_path
 
 
-@pytest.mark.parametrize("name", CONVERTERS)
+@pytest.mark.parametrize("name", ["convert_hf_to_gguf.py", "convert-hf-to-gguf.py"])
 def test_b64_the_converter_is_found_and_named(name, tokenizer, tmp_path):
     assert find_converter(tmp_path) is None
     planted = tmp_path / "llama.cpp" / name

@@ -25,13 +25,16 @@ _GPT4O = f"{_START}{_UPPER}*{_LOWER}+{_WORDS}?|{_START}{_UPPER}+{_LOWER}*{_WORDS
 _TEKKEN = f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _TAIL_WITH_SLASH
 
 # How text is split, and whether a word that is a token skips the merges, by the names that runtimes know. The splits
-# are those of the published tokenizer.json of each family; `"gpt-2"` is the pattern of byte-level BPE itself.
+# are those of the published tokenizer.json of each family; `"gpt-2"` is the pattern of byte-level BPE itself. The
+# merges of "gpt-4o" and "tekken" make every word that is a token, so that skipping them changes nothing.
 _GPT2_SPLIT = ("ByteLevel",)
 PRE_TOKENIZERS: dict[tuple[tuple, bool], str] = {
     ((_LLAMA3,), True): "llama-bpe",
     ((_LLAMA3,), False): "smaug-bpe",
     ((_QWEN2,), False): "qwen2",
     ((_GPT4O,), False): "gpt-4o",
+    ((_GPT4O,), True): "gpt-4o",
+    ((_TEKKEN,), False): "tekken",
     ((_TEKKEN,), True): "tekken",
     (_GPT2_SPLIT, False): "gpt-2",
     (("Digits", *_GPT2_SPLIT), False): "smollm",
@@ -122,6 +125,8 @@ def read_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase, config: Pr
     else:
         vocabulary = _byte_level(serialized, config)
     _set_special(vocabulary, tokenizer, config, folder)
+    if greedy := [added["content"] for added in serialized["added_tokens"] if added["lstrip"] or added["rstrip"]]:
+        vocabulary.notes.append(f"the tokens {greedy[:5]} take white space beside them, which GGUF cannot say")
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
@@ -133,9 +138,6 @@ def _byte_level(serialized: dict, config: PretrainedConfig) -> Vocabulary:
     model = serialized["model"]
     key = (_split(serialized.get("pre_tokenizer")), bool(model.get("ignore_merges")))
     pre = PRE_TOKENIZERS.get(key)
-    # tekken's merges are those of its vocabulary, so that both ways agree
-    if pre is None and key[0] == (_TEKKEN,):
-        pre = "tekken"
     if pre is None:
         raise ValueError(
             f"how this tokenizer splits text, pre_tokenizer={json.dumps(serialized.get('pre_tokenizer'))} with "
@@ -145,6 +147,9 @@ def _byte_level(serialized: dict, config: PretrainedConfig) -> Vocabulary:
         )
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise ValueError("a BPE tokenizer with continuing_subword_prefix or end_of_word_suffix cannot be exported")
+    # composed characters are what almost all text has already
+    if (normalizer := serialized.get("normalizer")) is not None and normalizer["type"] != "NFC":
+        raise ValueError(f"normalizer={json.dumps(normalizer)} cannot be written to GGUF with a byte-level tokenizer")
     tokens, types = _tokens(serialized, config)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return Vocabulary("gpt2", pre, tokens, types, merges=merges)
