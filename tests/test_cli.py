@@ -117,13 +117,13 @@ def test_estimate_compares_the_slab_with_this_machine(model, capsys, monkeypatch
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_estimate_reports_an_error_in_one_line(arguments, message, model, capsys):
-    assert cli.main(["estimate", model, *arguments, "--policy", "recompute"]) == 1
+    assert cli.main(["estimate", model, *arguments, "--policy", "recompute"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"unsloth-trl estimate: error: {message}") and error.count("\n") == 1
 
 
 def test_estimate_of_a_folder_without_a_config(tmp_path, capsys):
-    assert cli.main(["estimate", str(tmp_path)]) == 1
+    assert cli.main(["estimate", str(tmp_path)]) == 2
     assert f"error: {tmp_path} has no config.json; pass the folder of a model" in capsys.readouterr().err
 
 
@@ -136,6 +136,10 @@ def test_estimate_of_a_folder_without_a_config(tmp_path, capsys):
         (["estimate", "m", "--card", "T4", "--card_gb", "9"], "--card_gb: not allowed with argument --card"),
         (["estimate", "m", "--full", "--lora_r", "8"], "--lora_r: not allowed with argument --full"),
         (["estimate", "m", "--staging_buffers", "7"], "--staging_buffers: invalid choice: 7"),
+        (["estimate", "m", "--polices", "auto"], "unrecognized arguments: --polices auto"),
+        (["merge", "adapter"], "the following arguments are required: FOLDER"),
+        (["export-gguf", "m", "out", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["stf"], "invalid choice: 'stf'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -143,20 +147,38 @@ def test_wrong_options_exit_with_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("unsloth-trl") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["estimate", "doctor"])
-def test_help_of_subcommands_imports_nothing_heavy(command):
+def in_subprocess(*arguments: str) -> str:
+    """What the command line prints, without an import that takes long."""
     script = (
         "import sys\nfrom unsloth_trl.cli import main\n"
-        "try:\n    main([sys.argv[1], '--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as e:\n    assert e.code == 0\n"
         "heavy = {'torch', 'transformers', 'trl', 'peft', 'psutil'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", script, command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert command in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", ["estimate", "doctor", "merge", "export-gguf", "demo"])
+def test_help_of_subcommands_imports_nothing_heavy(command):
+    assert f"unsloth-trl {command}" in in_subprocess(command, "--help")
+
+
+def test_help_names_every_command():
+    printed = in_subprocess("--help")
+    for command in ("sft", "grpo", "merge", "export-gguf", "estimate", "doctor", "demo"):
+        assert f"\n    {command}" in printed
+    assert "--debug" in printed and "exit status 2" in printed
+
+
+def test_debug_shows_where_an_error_comes_from(model):
+    with pytest.raises(ValueError, match="card='9090' is unknown"):
+        cli.main(["--debug", "estimate", model, "--card", "9090"])
 
 
 def test_no_weight_is_made(model, capsys):

