@@ -94,7 +94,7 @@ def with_adapter(
     trust_remote_code: bool,
 ) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """The base with the adapter around it, and the adapter's own tokenizer if it has one."""
-    own = source.file("tokenizer_config.json") is not None
+    base_tokenizer, own = tokenizer, source.file("tokenizer_config.json") is not None
     if own:
         tokenizer = load_tokenizer(source, trust_remote_code)
     embeddings = tuple(
@@ -103,7 +103,7 @@ def with_adapter(
         if module is model.get_input_embeddings() or module is model.get_output_embeddings()
     )
     rows, highest = adapter_vocabulary(adapter, source, embeddings)
-    fit_to_adapter(model, tokenizer if own else None, rows, highest, source.name)
+    fit_to_adapter(model, base_tokenizer, tokenizer if own else None, rows, highest, source.name)
     if adapter.is_prompt_learning:
         kind = adapter.peft_type.value
         warnings.warn(f"{source.name} is a {kind}, which PEFT loads for inference only", stacklevel=3)

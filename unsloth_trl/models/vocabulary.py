@@ -172,8 +172,13 @@ def _matrices(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
+def _entries(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def fit_to_adapter(
     model: PreTrainedModel,
+    base_tokenizer: PreTrainedTokenizerBase,
     tokenizer: PreTrainedTokenizerBase | None,
     adapter_rows: int | None,
     highest_id: int,
@@ -184,6 +189,7 @@ def fit_to_adapter(
 
     Args:
         model (`PreTrainedModel`): The base, changed in place.
+        base_tokenizer (`PreTrainedTokenizerBase`): That of the base.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): That of the adapter; `None` if it has none of its own.
         adapter_rows (`int`, *optional*): Rows of the embedding or head that is saved with the adapter, if any.
         highest_id (`int`): The highest token whose row the adapter trains by itself, or -1.
@@ -195,8 +201,9 @@ def fit_to_adapter(
     rows = vocabulary_rows(model)
     needed = adapter_rows
     if needed is None:
-        entries = 0 if tokenizer is None else max(tokenizer.get_vocab().values(), default=-1) + 1
-        needed = max(rows, entries, highest_id + 1)
+        entries = 0 if tokenizer is None else _entries(tokenizer)
+        # a tokenizer with more entries than its model has rows may come from the base itself
+        needed = max(rows, entries if entries > _entries(base_tokenizer) else 0, highest_id + 1)
     if needed == rows:
         return
     if tokenizer is None:
