@@ -3,10 +3,12 @@
 import contextlib
 import io
 import logging
+import os
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
@@ -145,3 +147,17 @@ def push_gguf(base: str, repo_id: str, token: str | None = TOKEN, **options) -> 
 
     model, tokenizer = adapted(base)
     return push_to_hub_gguf(model, repo_id, tokenizer, token=token, **options).oid
+
+
+def save_adapter(base: str, folder: str) -> None:
+    model, tokenizer = adapted(base)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def command_line(*arguments: str) -> int:
+    """The exit status of the command line, whose user is logged in."""
+    from unsloth_trl import cli
+
+    with mock.patch.dict(os.environ, {"HF_TOKEN": TOKEN}):
+        return cli.main(arguments)

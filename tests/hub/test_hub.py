@@ -311,3 +311,43 @@ def test_a_trainer_goes_on_after_a_push_that_failed(hub, base, tmp_path):
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
     AutoPeftModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_command_line_pushes_what_it_has_trained(hub, base, tmp_path):
+    rows = "".join(json.dumps({"text": f"w{i} w{i + 1} w{i + 2}"}) + "\n" for i in range(9, 25))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    options = {"dataset_name": tmp_path / "rows.jsonl", "output_dir": tmp_path / "out", "max_steps": 1, "bf16": False}
+    options |= {"model_name_or_path": base, "hub_model_id": "someone/cli", "hub_private_repo": True}
+    flags = ["--use_cpu", "--use_peft", "--push_to_hub", "--report_to", "none", "--per_device_train_batch_size", "2"]
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    assert succeed(hub.run(hub_client.command_line, "sft", *arguments, *flags)) == 0
+    repo = hub.repos["someone/cli"]
+    assert repo.private is True
+    # the checkpoint of the last step, and the end, which has the name of the data
+    assert [commit["message"] for commit in repo.commits][-1] == "End of training"
+    expected = BESIDE | {"adapter_config.json", "adapter_model.safetensors", "training_args.bin"}
+    assert files_of(hub, "someone/cli") == expected
+    readme = repo.files["README.md"].decode()
+    assert "`rows.jsonl`" in readme and str(tmp_path) not in readme and "base_model: someone/tiny" in readme
+
+
+def test_the_command_line_pushes_what_it_has_merged(hub, tmp_path):
+    base = str(tmp_path / "models--someone--bpe" / "snapshots" / ("b" * 40))
+    succeed(hub.run(hub_client.save_bpe_base, base))
+    adapter = str(tmp_path / "adapter")
+    succeed(hub.run(hub_client.save_adapter, base, adapter))
+    for command, repo_id in (("merge", "someone/cli-merged"), ("export-gguf", "someone/cli-gguf")):
+        push = ["--push_to_hub", repo_id, "--private"]
+        assert succeed(hub.run(hub_client.command_line, command, adapter, str(tmp_path / command), *push)) == 0
+        assert (
+            hub.repos[repo_id].private is True and b"base_model: someone/bpe" in hub.repos[repo_id].files["README.md"]
+        )
+    assert files_of(hub, "someone/cli-merged") == BESIDE | {"config.json", "model.safetensors"}
+    files = files_of(hub, "someone/cli-gguf")
+    assert list(kinds_among(files)) == ["gguf"] and BESIDE <= files and "config.json" not in files
+    # a merged folder is exported as it is
+    push = ["--push_to_hub", "someone/cli-gguf-2"]
+    arguments = ["export-gguf", str(tmp_path / "merge"), str(tmp_path / "again"), *push]
+    assert succeed(hub.run(hub_client.command_line, *arguments)) == 0
+    files = files_of(hub, "someone/cli-gguf-2")
+    assert list(kinds_among(files)) == ["gguf"] and BESIDE <= files

@@ -1,0 +1,115 @@
+"""`unsloth-trl merge` and `export-gguf`: from an adapter's folder to weights that others run."""
+
+import gguf
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.hub.gguf_models import byte_level_tokenizer, model_folder, read_tensors, split_steps
+from tests.tiny import lora_config
+from unsloth_trl import cli
+
+
+IDS = torch.tensor([[7, 60, 99, 300]])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base model, an adapter that changes it, and the logits of both together."""
+    folder = tmp_path_factory.mktemp("folders")
+    tokenizer = byte_level_tokenizer(split_steps(None))
+    model = model_folder(folder / "base", "llama", tokenizer, dtype=torch.float32)
+    torch.manual_seed(0)
+    model = get_peft_model(model, lora_config("llama", init_lora_weights=False)).eval()
+    model.save_pretrained(folder / "adapter")
+    tokenizer.save_pretrained(folder / "adapter")
+    with torch.no_grad():
+        return folder, model(input_ids=IDS).logits
+
+
+def logits_of(folder) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=IDS).logits
+
+
+def error_of(arguments, capsys) -> str:
+    assert cli.main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("unsloth-trl")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def merged(folders, tmp_path_factory):
+    folder, _ = folders
+    out = tmp_path_factory.mktemp("merged") / "my-model"
+    assert cli.main(["merge", str(folder / "adapter"), str(out)]) == 0
+    return out
+
+
+def test_merged_weights_compute_what_the_adapter_does(folders, merged):
+    folder, expected = folders
+    change = (logits_of(folder / "base") - expected).norm()
+    # written in bf16, which rounds at 2 ** -9
+    assert (logits_of(merged) - expected).norm() < 0.02 * expected.norm() < 0.2 * change
+    assert (
+        AutoTokenizer.from_pretrained(merged).chat_template
+        == AutoTokenizer.from_pretrained(folder / "adapter").chat_template
+    )
+    assert not (merged / "adapter_config.json").exists()
+
+
+def test_another_base_can_be_named(folders, merged, tmp_path, capsys):
+    folder, _ = folders
+    moved = tmp_path / "moved"
+    (folder / "base").rename(moved)
+    try:
+        error = error_of(["merge", str(folder / "adapter"), str(tmp_path / "out")], capsys)
+        assert f"the base model of {folder / 'adapter'} is the folder {folder / 'base'}, which is not here" in error
+        assert "pass --base" in error
+        assert cli.main(["merge", str(folder / "adapter"), str(tmp_path / "out"), "--base", str(moved)]) == 0
+    finally:
+        moved.rename(folder / "base")
+    assert torch.equal(logits_of(tmp_path / "out"), logits_of(merged))
+
+
+def test_gguf_of_an_adapter_and_of_merged_weights_is_the_same(folders, merged, tmp_path, capsys):
+    folder, _ = folders
+    for source in (folder / "adapter", merged):
+        out = tmp_path / source.name
+        assert cli.main(["export-gguf", str(source), str(out), "--quantization_method", "f16", "q8_0"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("adapter-F16.gguf", "adapter-Q8_0.gguf"):
+        assert f"wrote {tmp_path / 'adapter' / name}" in printed
+        other = tmp_path / "my-model" / name.replace("adapter", "my-model")
+        mine, theirs = read_tensors(tmp_path / "adapter" / name), read_tensors(other)
+        assert mine.keys() == theirs.keys() and len(mine) == 21
+        assert all((mine[key] == theirs[key]).all() for key in mine)
+    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "my-model" / "my-model-Q8_0.gguf").tensors}
+    assert gguf.GGMLQuantizationType.Q8_0 in kinds
+    weights = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).state_dict()
+    tensors = read_tensors(tmp_path / "my-model" / "my-model-F16.gguf")
+    expected = weights["model.layers.1.mlp.down_proj.weight"].numpy()
+    assert abs(tensors["blk.1.ffn_down.weight"].reshape(expected.shape) - expected).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["merge", "./nowhere", "OUT"], "./nowhere: there is no such folder"),
+        (["merge", "BASE", "OUT"], "has no adapter_config.json, so there is nothing to merge"),
+        (["merge", "ADAPTER", "BASE"], "BASE"),
+        (["export-gguf", "BASE", "OUT", "--quantization_method", "q9_9"], "quantization_method='q9_9' is not known"),
+        (["export-gguf", "BASE", "OUT", "--quantization_method", "q4_k_m", "--llama_cpp_path", "./no"], "./no"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_one_line(arguments, message, folders, tmp_path, capsys):
+    folder, _ = folders
+    here = {"BASE": str(folder / "base"), "ADAPTER": str(folder / "adapter"), "OUT": str(tmp_path / "out")}
+    before = {path.name: path.stat().st_mtime_ns for path in (folder / "base").iterdir()}
+    error = error_of([here.get(argument, argument) for argument in arguments], capsys)
+    assert here.get(message, message) in error
+    assert not (tmp_path / "out").exists()
+    assert before == {path.name: path.stat().st_mtime_ns for path in (folder / "base").iterdir()}
