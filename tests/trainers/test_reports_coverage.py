@@ -1,4 +1,4 @@
-"""Which test holds for which public report: B01 to B53, B64, B65, B70, B73 to B78 and B83 to B88."""
+"""Which test holds for which public report: B01 to B53, B60, B62 to B65, B70, B73 to B78 and B83 to B88."""
 
 import ast
 from pathlib import Path
@@ -167,6 +167,28 @@ COVERAGE = {
     "B51": ["tests/trainers/test_ddp.py::test_b51_checkpointing_under_ddp"],
     "B52": ["tests/patches/test_checkpoint.py::test_b52_each_device_has_its_own_memory"],
     "B53": ["tests/trainers/test_checkpoint_policies.py::test_b53_checkpointing_can_be_turned_off"],
+    "B60": [
+        "tests/hub/test_card.py::test_b60_an_adapter_names_the_repository_and_not_the_cache",
+        "tests/hub/test_card.py::test_b60_a_local_base_is_said_in_the_card",
+        "tests/hub/test_card.py::test_b60_what_is_a_path",
+        "tests/hub/test_card.py::test_b60_a_folder_that_looks_like_a_repository",
+        "tests/hub/test_card.py::test_b60_the_name_in_the_adapter_counts_first",
+        "tests/hub/test_hub.py::test_b60_pushed_files_name_the_repository_of_the_base",
+        "tests/hub/test_hub.py::test_b60_a_local_base_is_warned_of",
+    ],
+    "B62": [
+        "tests/hub/test_hub.py::test_b62_a_repository_gets_one_kind",
+        "tests/hub/test_hub.py::test_b62_a_folder_that_is_pushed_has_one_kind",
+    ],
+    "B63": [
+        "tests/hub/test_hub.py::test_b63_a_trainer_pushes_to_a_repository_that_was_private_first",
+        "tests/hub/test_hub.py::test_b63_the_pushed_adapter_is_whole",
+        "tests/hub/test_hub.py::test_b63_merged_weights_are_whole",
+        "tests/hub/test_hub.py::test_b63_gguf_files_come_with_the_tokenizer",
+        "tests/hub/test_hub.py::test_b63_the_token_is_in_no_pushed_file",
+        "tests/hub/test_card.py::test_b63_the_token_is_in_no_file_and_not_printed",
+        "tests/hub/test_card.py::test_b63_training_args_of_a_run",
+    ],
     "B64": [
         "tests/hub/test_llama_cpp.py::test_b64_the_quantizer_is_found_and_run",
         "tests/hub/test_llama_cpp.py::test_b64_on_path_and_in_the_working_directory",
@@ -233,7 +255,7 @@ COVERAGE = {
     ],
 }
 
-REPORTS = [*range(1, 54), 64, 65, 70, *range(73, 79), *range(83, 89)]
+REPORTS = [*range(1, 54), 60, *range(62, 66), 70, *range(73, 79), *range(83, 89)]
 
 
 def test_every_report_is_listed():
