@@ -1,5 +1,6 @@
 """`FastLanguageModel.from_pretrained`: where models come from, how they are quantised, what is refused."""
 
+import copy
 import json
 import re
 import sys
@@ -10,12 +11,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.numerics import relative_error
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.trainers.cards import pretend, pretend_none
 from unsloth_trl import FastLanguageModel, UnsupportedArchitectureWarning, load_in_4bit
 from unsloth_trl.models.loading_sources import find_source
 from unsloth_trl.models.loading_weights import choose_dtype
 from unsloth_trl.patches.quantization.experts import find_experts, packed_weight
+from unsloth_trl.patches.quantization.op import NF4Weight, dequantize_nf4
 
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -135,6 +138,39 @@ def test_b54_b55_a_quantised_checkpoint_is_read_byte_for_byte(llama, storage, tm
     kept = tiny_model("llama").model.layers[0].mlp.down_proj.weight
     assert (truth - kept).abs().max() < 0.25 * kept.abs().max()  # NF4's widest step is a sixth of the range
     assert torch.isfinite(logits(model)).all()
+
+
+def test_b54_scales_in_bf16_are_read_as_numbers():
+    """Not as the bytes of fp32, which gives 1e34."""
+    bnb = pytest.importorskip("bitsandbytes", reason="the test extra has it").functional
+    dense = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    packed, state = bnb.quantize_4bit(dense, compress_statistics=True, quant_type="nf4")
+    truth = bnb.dequantize_4bit(packed, state)
+    for cast in ("offset", "absmax", "code"):
+        other = copy.deepcopy(state)
+        owner = other if cast == "offset" else other.state2
+        setattr(owner, cast, getattr(owner, cast).to(torch.bfloat16))
+        ours = dequantize_nf4(NF4Weight.from_quant_state(packed, other))
+        assert 0 < (ours - truth).abs().max() < 1e-3 * truth.abs().max(), cast
+
+
+@pytest.mark.filterwarnings(ON_A_CPU)
+def test_weights_that_bitsandbytes_reads_wrong_here_are_refused(tmp_path):
+    """Blocks of 64 over rows of 96: on some CPUs its forward is off by a third."""
+    bnb = pytest.importorskip("bitsandbytes", reason="the test extra has it").functional
+    dense = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    packed, state = bnb.quantize_4bit(dense, compress_statistics=True, quant_type="nf4")
+    right = (bnb.dequantize_4bit(packed, state) - dense).abs().max() < 0.5
+    folder = save(tmp_path, hidden_size=96, num_attention_heads=6, head_dim=16)
+    if right:
+        model, _ = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
+        expected = tiny_model("llama", hidden_size=96, num_attention_heads=6, head_dim=16)
+        assert relative_error(logits(model), logits(expected)) < 0.5
+    else:
+        with pytest.raises(
+            ValueError, match="does not read 4-bit weights of width 96 .model.* set load_in_4bit=False"
+        ):
+            FastLanguageModel.from_pretrained(folder, max_seq_length=64)
 
 
 def state_of(model):

@@ -204,6 +204,12 @@ def test_adapter_folders_that_are_refused(llama, tmp_path):
             (FileNotFoundError, ValueError), match=f"{message}.*set ?base_model_name_or_path|{message}"
         ):
             load(str(adapter))
+
+
+def test_b62_a_folder_with_a_model_and_an_adapter(llama, tmp_path):
+    model, _ = load(llama)
+    adapter = tmp_path / "adapter"
+    FastLanguageModel.get_peft_model(model, r=4).save_pretrained(adapter)
     shutil.copy(f"{llama}/config.json", adapter)
     shutil.copy(f"{llama}/model.safetensors", adapter)
     with pytest.raises(

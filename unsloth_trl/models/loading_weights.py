@@ -1,5 +1,6 @@
 """The weights of a source, in 16 or 32 bits, or quantised as they are read."""
 
+import copy
 import importlib.util
 import os
 import tempfile
@@ -119,8 +120,42 @@ def load_weights(source: Source, config: PreTrainedConfig, loading: Loading) -> 
 
     Raises:
         ImportError: If a package is missing, with what to install.
-        ValueError: If the checkpoint is quantised in another way than was asked for.
+        ValueError: If this machine does not read the quantised weights as they were written.
     """
+    model = _load(source, config, loading)
+    _check_read(model)
+    return model
+
+
+def _check_read(model: PreTrainedModel) -> None:
+    """
+    bitsandbytes 0.50 reads wrong scales on CPUs with AVX-512 where a block goes over the end of a row: compare, once
+    for each such width, with the same weight as one long row.
+    """
+    seen = set()
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        state = getattr(weight, "quant_state", None)
+        if type(module).__name__ != "Linear4bit" or state is None or weight.device.type != "cpu":
+            continue
+        width = state.shape[-1]
+        if width % state.blocksize == 0 or width in seen:
+            continue
+        import bitsandbytes
+        from bitsandbytes.functional import dequantize_4bit
+
+        seen.add(width)
+        as_one_row = copy.copy(state)
+        as_one_row.shape = (1, state.shape.numel())
+        expected = dequantize_4bit(weight.data, as_one_row).flatten()
+        if not torch.equal(dequantize_4bit(weight.data, state).flatten(), expected):
+            raise ValueError(
+                f"bitsandbytes {bitsandbytes.__version__} does not read 4-bit weights of width {width} ({name}) as it "
+                "wrote them on this CPU; set load_in_4bit=False, or load the model on a GPU"
+            )
+
+
+def _load(source: Source, config: PreTrainedConfig, loading: Loading) -> PreTrainedModel:
     if source.gguf_file:
         return _from_gguf(source, config, loading)
     saved = getattr(config, "quantization_config", None)
@@ -152,7 +187,7 @@ def _bits_and_bytes(loading: Loading) -> BitsAndBytesConfig:
             f"load_in_{loading.bits}bit=True on a CPU: bitsandbytes keeps the weights in {loading.bits} bits and "
             "dequantises each one whenever it is used. The results are right and memory is saved, but it is slow; "
             f"set load_in_{loading.bits}bit=False if the weights fit in {torch.finfo(loading.dtype).bits} bits",
-            stacklevel=4,
+            stacklevel=5,
         )
     if loading.bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -194,13 +229,13 @@ def _prequantised(source: Source, config: PreTrainedConfig, loading: Loading, sa
             asked = f"load_in_{loading.bits}bit=True" if loading.bits < 16 else "load_in_4bit=False"
             warnings.warn(
                 f"{source.name} is saved in {bits} bits and is loaded so; {asked} would need its original weights",
-                stacklevel=4,
+                stacklevel=5,
             )
     elif loading.bits < 16:
         warnings.warn(
             f"{source.name} is quantised already ({method}) and is loaded so: load_in_{loading.bits}bit=True has no "
             "effect on it",
-            stacklevel=4,
+            stacklevel=5,
         )
     arguments = _arguments(source, config, loading)
     if method == METHOD:
@@ -212,7 +247,7 @@ def _prequantised(source: Source, config: PreTrainedConfig, loading: Loading, sa
         warnings.warn(
             f"{source.name} has the experts of {len(left)} layers in 16 bits, which is how {method} saves them. "
             "unsloth_trl.load_in_4bit on the original weights quantises them too",
-            stacklevel=4,
+            stacklevel=5,
         )
     return model
 
@@ -265,12 +300,12 @@ def _from_gguf(source: Source, config: PreTrainedConfig, loading: Loading) -> Pr
     warnings.warn(
         f"{source.label}: its weights are dequantised and then quantised to {loading.bits} bits, which rounds them a "
         f"second time; load_in_{loading.bits}bit=False trains them as they are in the file",
-        stacklevel=4,
+        stacklevel=5,
     )
     with tempfile.TemporaryDirectory(prefix="unsloth_trl-gguf-") as folder:
         model.save_pretrained(folder)
         del model
-        return load_weights(Source(folder), config, loading)
+        return _load(Source(folder), config, loading)
 
 
 def _plain(loaded: PreTrainedConfig, config: PreTrainedConfig) -> PreTrainedConfig:
