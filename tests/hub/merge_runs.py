@@ -31,7 +31,9 @@ def adapted(model_type: str, model: PreTrainedModel | None = None, dtype=torch.f
     model = tiny_model(model_type).to(dtype) if model is None else model
     if model_type in EXPERT_ARCHITECTURES:
         kwargs = {"target_parameters": EXPERT_PARAMETERS} | kwargs
-    return stirred(get_peft_model(model, lora_config(model_type, **kwargs)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return stirred(get_peft_model(model, lora_config(model_type, **kwargs)))
 
 
 @torch.no_grad()

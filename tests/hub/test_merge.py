@@ -85,7 +85,7 @@ def test_in_bf16_from_the_start(case, tmp_path):
     model = copy.deepcopy(model).to(torch.bfloat16)
     report = write_merged(model, tmp_path / "merged")
     assert report.dtype == torch.bfloat16 and report.verification.passed
-    assert 1e-4 < report.verification.noise < 0.06
+    assert 1e-4 < report.verification.noise < 0.3
     truth = stock_merge(model, torch.float64).state_dict()
     for name, value in reloaded(tmp_path / "merged").state_dict().items():
         assert ((value.double() - truth[name]).abs() <= ULP / 2 * truth[name].abs() + 2e-7).all(), name
@@ -255,7 +255,7 @@ def test_embeddings_and_heads(model_type, options, tied, tmp_path):
     """Tied weights that training made two are saved as two; those that it left one, once."""
     model = adapted(model_type, **options)
     expected = logits(model)
-    assert gap(expected, logits(adapted(model_type, target_modules=options.get("target_modules", ["q_proj"])))) > 1e-3
+    before = tiny_model(model_type).state_dict()
     was_tied = model.get_base_model().config.tie_word_embeddings
     if was_tied and not tied:
         with pytest.warns(UserWarning, match="were one tensor, and training made them two"):
@@ -263,6 +263,11 @@ def test_embeddings_and_heads(model_type, options, tied, tmp_path):
     else:
         save_pretrained_merged(model, tmp_path / "merged", dtype=torch.float32)
     loaded = reloaded(tmp_path / "merged")
+    changed = [name for name, value in loaded.state_dict().items() if not torch.equal(value, before[name])]
+    assert "lm_head.weight" in changed or "model.embed_tokens.weight" in changed
+    if "trainable_token_indices" in options:
+        name = "model.embed_tokens.weight"
+        assert (loaded.get_parameter(name) != before[name]).any(1).nonzero().flatten().tolist() == [5, 9]
     assert loaded.config.tie_word_embeddings == (was_tied and tied)
     assert ("lm_head.weight" in saved_tensors(tmp_path / "merged")) != (was_tied and tied)
     assert gap(logits(loaded), expected) < FP32

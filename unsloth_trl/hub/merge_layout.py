@@ -89,7 +89,7 @@ class Layout:
         where, files = self.shards.tensor_to_filename, self.shards.filename_to_tensors
         waiting: dict[str, dict[str, torch.Tensor]] = {file: {} for file in files}
         pointers: dict[str, set[int]] = {file: set() for file in files}
-        progress = logging.tqdm(total=len(waiting), desc="Writing merged weights", unit="file")
+        progress = logging.tqdm(total=len(files), desc="Writing merged weights", unit="file", disable=len(files) == 1)
         with progress:
             for group in self.groups:
                 tensors = produce(group)
