@@ -72,6 +72,9 @@ def test_windows_that_runtimes_ignore(tokenizer, tmp_path):
     model_folder(tmp_path, "mistral", tokenizer, sliding_window=64)
     with pytest.warns(UserWarning, match="mistral has sliding_window=64, which GGUF runtimes ignore.* past 64 tokens"):
         export_gguf(tmp_path, tmp_path)
+    model_folder(tmp_path, "qwen3", tokenizer, use_sliding_window=True, sliding_window=32)
+    with pytest.warns(UserWarning, match="qwen3 has sliding_window=32, which GGUF runtimes ignore"):
+        export_gguf(tmp_path, tmp_path)
     # longer than the context it is no window
     model_folder(tmp_path, "mistral", tokenizer, sliding_window=256)
     with warnings.catch_warnings():
@@ -222,6 +225,13 @@ def test_refused_before_merging(change, message, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=message):
         save_pretrained_gguf(model, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_old_gguf_package(monkeypatch):
+    monkeypatch.delattr(gguf.GGUFWriter, "add_rope_freq_base_swa")
+    monkeypatch.delitem(sys.modules, "unsloth_trl.hub.gguf")
+    with pytest.raises(ImportError, match=r"pip install -U 'gguf>=0.18'"):
+        importlib.import_module("unsloth_trl.hub.gguf")
 
 
 def test_without_the_gguf_package(monkeypatch):

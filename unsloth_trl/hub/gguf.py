@@ -29,6 +29,9 @@ try:
 except ImportError as error:
     raise ImportError("GGUF files are written with the package gguf: pip install 'unsloth_trl[gguf]'") from error
 
+if not hasattr(gguf.GGUFWriter, "add_rope_freq_base_swa"):
+    raise ImportError("GGUF files are written with gguf>=0.18; the one here is older: pip install -U 'gguf>=0.18'")
+
 from .gguf_config import Architecture, add_hyperparameters, find_architecture
 from .gguf_tensors import Checkpoint, PlannedTensor, byte_shape, encode, plan_tensors
 from .gguf_vocabulary import Vocabulary, load_tokenizer, read_vocabulary
