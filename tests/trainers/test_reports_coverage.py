@@ -1,4 +1,4 @@
-"""Which test holds for which public report: B01 to B55, B58 to B65, B70 to B78 and B83 to B88."""
+"""Which test holds for which public report: B01 to B78 and B83 to B88."""
 
 import ast
 from pathlib import Path
@@ -172,7 +172,18 @@ COVERAGE = {
         "tests/models/test_loading.py::test_b54_scales_in_bf16_are_read_as_numbers",
     ],
     "B55": ["tests/models/test_loading.py::test_b54_b55_a_quantised_checkpoint_is_read_byte_for_byte"],
-    "B58": ["tests/models/test_loading_adapters.py::test_b58_a_padded_matrix_never_shrinks"],
+    "B56": [
+        "tests/hub/test_merge_quantized.py::test_b56_base_that_the_adapter_saw_and_original",
+        "tests/hub/test_merge_quantized.py::test_b56_the_original_has_to_be_there",
+    ],
+    "B57": [
+        "tests/hub/test_merge_quantized.py::test_b57_four_bits_become_sixteen",
+        "tests/hub/test_merge_quantized.py::test_b57_four_bits_again_only_with_force",
+    ],
+    "B58": [
+        "tests/models/test_loading_adapters.py::test_b58_a_padded_matrix_never_shrinks",
+        "tests/hub/test_merge.py::test_b58_no_row_of_the_vocabulary_is_lost",
+    ],
     "B59": [
         "tests/models/test_loading_adapters.py::test_b59_an_adapter_with_new_tokens_is_read_by_its_path",
         "tests/models/test_loading_adapters.py::test_b59_new_rows_that_the_adapter_trains_by_themselves",
@@ -195,6 +206,7 @@ COVERAGE = {
         "tests/hub/test_hub.py::test_b62_a_repository_gets_one_kind",
         "tests/hub/test_hub.py::test_b62_a_folder_that_is_pushed_has_one_kind",
         "tests/models/test_loading_adapters.py::test_b62_a_folder_with_a_model_and_an_adapter",
+        "tests/hub/test_merge_folders.py::test_b62_one_folder_holds_one_kind",
     ],
     "B63": [
         "tests/hub/test_hub.py::test_b63_a_trainer_pushes_to_a_repository_that_was_private_first",
@@ -204,6 +216,7 @@ COVERAGE = {
         "tests/hub/test_hub.py::test_b63_the_token_is_in_no_pushed_file",
         "tests/hub/test_card.py::test_b63_the_token_is_in_no_file_and_not_printed",
         "tests/hub/test_card.py::test_b63_training_args_of_a_run",
+        "tests/hub/test_merge.py::test_b63_everything_that_a_model_needs",
     ],
     "B64": [
         "tests/hub/test_llama_cpp.py::test_b64_the_quantizer_is_found_and_run",
@@ -218,6 +231,23 @@ COVERAGE = {
         "tests/hub/test_modelfile.py::test_b65_the_stop_token_is_eos",
         "tests/hub/test_modelfile.py::test_b65_a_template_without_eos_and_a_tokenizer_without_one",
         "tests/hub/test_gguf_vocabulary.py::test_b65_the_eos_id_is_that_of_the_config",
+    ],
+    "B66": [
+        "tests/hub/test_merge_folders.py::test_b66_shards_as_large_as_the_base_s",
+        "tests/hub/test_merge_folders.py::test_b66_a_folder_with_old_shards",
+        "tests/hub/test_merge_folders.py::test_b66_the_folder_of_the_base_is_refused",
+    ],
+    "B67": ["tests/hub/test_merge_folders.py::test_b67_no_connection_is_made"],
+    "B68": [
+        "tests/hub/test_merge.py::test_b68_scaling",
+        "tests/hub/test_merge.py::test_b68_dora",
+        "tests/hub/test_merge.py::test_b68_lora_bias",
+    ],
+    "B69": [
+        "tests/hub/test_merge_folders.py::test_b69_a_disk_that_is_too_small",
+        "tests/hub/test_merge_folders.py::test_b69_one_file_is_in_memory",
+        "tests/hub/test_merge_folders.py::test_b69_a_save_that_fails_leaves_what_was_there",
+        "tests/hub/test_merge_folders.py::test_b69_a_save_that_is_killed",
     ],
     "B70": [
         "tests/packaging/test_import.py::test_trains_without_gpu_triton_and_bitsandbytes",
@@ -282,7 +312,7 @@ COVERAGE = {
     ],
 }
 
-REPORTS = [*range(1, 56), *range(58, 66), *range(70, 79), *range(83, 89)]
+REPORTS = [*range(1, 79), *range(83, 89)]
 
 
 def test_every_report_is_listed():
