@@ -295,12 +295,12 @@ def test_a_model_that_is_not_what_was_saved_is_not_kept(model, tmp_path):
 def test_a_delta_that_is_lost_is_found(model, tmp_path):
     """What the files of others get wrong most: the base without the adapter."""
     from unsloth_trl.hub.merge_layers import merged_weights
-    from unsloth_trl.hub.verify import compare, reload
+    from unsloth_trl.hub.verify import compare, load_saved
 
     save_pretrained_merged(model, tmp_path / "merged")
     live = model.get_base_model()
-    right = compare(live, reload(live, tmp_path / "merged", torch.device("cpu")), merged_weights(live))
-    wrong = compare(live, reload(live, tmp_path / "base", torch.device("cpu")), merged_weights(live))
+    right = compare(live, load_saved(live, tmp_path / "merged", torch.device("cpu")), merged_weights(live))
+    wrong = compare(live, load_saved(live, tmp_path / "base", torch.device("cpu")), merged_weights(live))
     assert right.passed and not wrong.passed and wrong.gap > 20 * right.gap
 
 

@@ -27,7 +27,7 @@ from ..patches.quantization.loading import load_in_4bit
 from .checkpoints import Checkpoint, check_disk, check_target, local_folder, replacing
 from .merge_layers import MergedWeight, merged_weights, plain_model
 from .merge_layout import Group, Layout
-from .verify import Verification, compare, device_for, difference, free, live_logits, reload, without_progress
+from .verify import Verification, compare, device_for, difference, free, live_logits, load_saved, without_progress
 
 
 logger = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ class _Merging:
         if isinstance(device, str):
             logger.warning(f"The saved model is not verified: {device}.")
             return None, device
-        saved = reload(self.live, folder, device)
+        saved = load_saved(self.live, folder, device)
         try:
             found = compare(self.live, saved, self.weights)
             if self.original is not None:

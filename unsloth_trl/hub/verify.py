@@ -81,7 +81,7 @@ def device_for(num_bytes: int, live: torch.device) -> torch.device | str:
     return f"reloading takes {needed / 2**30:.1f} GiB beside the live model, and {free / 2**30:.1f} GiB are left"
 
 
-def reload(model: PreTrainedModel, folder: Path, device: torch.device) -> PreTrainedModel:
+def load_saved(model: PreTrainedModel, folder: Path, device: torch.device) -> PreTrainedModel:
     """
     Load a saved model by the class of the live one, from disk alone.
 
@@ -123,7 +123,7 @@ def compare(model: PreTrainedModel, saved: PreTrainedModel, weights: list[Merged
 
     Args:
         model (`PreTrainedModel`): The live model, with its adapters and patches; it is left as it was.
-        saved (`PreTrainedModel`): The one that was saved, from `reload`.
+        saved (`PreTrainedModel`): The one that was saved, from `load_saved`.
         weights (`list[MergedWeight]`): Of the live model; tells how finely it computes.
     """
     ids = _some_ids(model)
