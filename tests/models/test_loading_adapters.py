@@ -256,6 +256,24 @@ def test_new_tokens_that_are_refused(llama):
     assert len(tokenizer) == 128 and vocabulary_rows(model) == 128
 
 
+@pytest.mark.filterwarnings(ON_A_CPU, "ignore:2 tokens were added")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+def test_new_tokens_on_4_bits_train_and_generate(llama, dtype, tmp_path):
+    """TRL makes what is trained on a quantised base bf16, whatever the base is."""
+    pytest.importorskip("bitsandbytes", reason="the test extra has it")
+    model, tokenizer = load(llama, load_in_4bit=True, dtype=dtype)
+    add_new_tokens(model, tokenizer, ["<a>", "<b>"])
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    if dtype != torch.float16:  # which the Trainer does not train on a CPU
+        train(model, tokenizer, tmp_path / "out", bf16=dtype == torch.bfloat16)
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    FastLanguageModel.for_inference(model)
+    assert model.generate(input_ids=IDS, max_new_tokens=3).shape[1] > 9
+    again, _ = load(str(tmp_path / "adapter"), load_in_4bit=True, dtype=dtype)
+    assert relative_error(logits(again), logits(model)) < 2e-2
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("base", ["full", "padded"])
 def test_b59_an_adapter_with_new_tokens_is_read_by_its_path(padded, llama, tied, base, tmp_path):

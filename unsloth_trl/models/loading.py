@@ -17,6 +17,7 @@ from .loading_adapters import (
     default_targets,
     is_tied,
     load_tokenizer,
+    match_dtypes,
     same_adapter,
     seeded,
     with_adapter,
@@ -122,6 +123,8 @@ class FastLanguageModel:
         _check_choices(use_gradient_checkpointing, max_seq_length)
         values = (token, revision, cache_dir, subfolder, local_files_only, force_download)
         hub = {name: value for name, value in zip(HUB, values, strict=True) if value}
+        if token is False:  # no token, even if there is one on this machine
+            hub["token"] = False
         source = find_source(model_name, gguf_file, **hub)
         adapter, adapter_source = read_adapter(source), source
         if adapter is not None:
@@ -284,6 +287,7 @@ class FastLanguageModel:
             # the loss scaler of fp16 takes gradients in fp32 only
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 parameter.data = parameter.data.float()
+        match_dtypes(wrapped)
         base.use_gradient_checkpointing = use_gradient_checkpointing
         add_saving_methods(wrapped)
         return wrapped

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import torch
 from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -108,7 +109,35 @@ def with_adapter(
         kind = adapter.peft_type.value
         warnings.warn(f"{source.name} is a {kind}, which PEFT loads for inference only", stacklevel=3)
     trainable = not adapter.is_prompt_learning
-    return PeftModel.from_pretrained(model, source.name, is_trainable=trainable, **source.hub), tokenizer
+    wrapped = PeftModel.from_pretrained(model, source.name, is_trainable=trainable, **source.hub)
+    match_dtypes(wrapped)
+    return wrapped, tokenizer
+
+
+def match_dtypes(model: PeftModel) -> None:
+    """
+    Let layers that are trained whole compute beside a base in another dtype, where autocast does not see to it.
+
+    They are fp32 on an fp16 base, for the loss scaler, or what TRL makes of them on a quantised one; `generate` then
+    meets two dtypes.
+    """
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.register_forward_pre_hook(_to_weight)
+            module.register_forward_hook(_to_base)
+
+
+def _to_weight(module: nn.Module, args: tuple) -> tuple | None:
+    weight = getattr(module, "weight", None)
+    if weight is None or not args or not args[0].is_floating_point() or args[0].dtype == weight.dtype:
+        return None
+    return None if torch.is_autocast_enabled(args[0].device.type) else (args[0].to(weight.dtype), *args[1:])
+
+
+def _to_base(module: nn.Module, args: tuple, output: Any) -> Any:
+    if isinstance(module.original_module, nn.Embedding) and isinstance(output, torch.Tensor):
+        return output.to(module.original_module.weight.dtype)
+    return None
 
 
 @contextlib.contextmanager

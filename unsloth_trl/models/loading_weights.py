@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -99,8 +100,8 @@ def on_cpu(device_map: Any) -> bool:
 
 
 def default_device_map() -> dict[str, Any] | None:
-    """The card of this process, with or without a launcher; `None` on a machine without one."""
-    if not torch.cuda.is_available():
+    """The card of this process, with or without a launcher; `None` on a machine without one, or under ZeRO-3."""
+    if not torch.cuda.is_available() or is_deepspeed_zero3_enabled():
         return None
     return {"": int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))}
 
