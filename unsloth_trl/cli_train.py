@@ -72,6 +72,8 @@ def run(command: str, arguments: Sequence[str], debug: bool) -> int:
     parsed, launch_options, remaining = _parse(parser, list(arguments))
     if launch_options and not _is_launched():
         return _launch(command, launch_options, remaining, debug)
+    if launch_options:
+        logger.warning(f"This process was launched already, without {' '.join(launch_options)} of the recipe.")
     _check(command, parsed)
     dataset = _load_data(parsed.script, parsed.mixture)
     train_dataset = _split(dataset, parsed.script.dataset_train_split, "dataset_train_split")
@@ -85,7 +87,10 @@ def run(command: str, arguments: Sequence[str], debug: bool) -> int:
     trainer.train(resume_from_checkpoint=_checkpoint(parsed.training))
     output = parsed.training.output_dir
     if parsed.training.push_to_hub:
-        trainer.push_to_hub(dataset_name=_dataset_names(parsed))
+        try:
+            trainer.push_to_hub(dataset_name=_dataset_names(parsed))
+        except OSError as error:
+            raise CommandError(f"the model is saved in {output}, but was not pushed: {error}") from error
         trainer.accelerator.print(f"saved to {output} and pushed to {trainer.hub_model_id}")
     else:
         trainer.save_model(output)

@@ -94,7 +94,12 @@ class PatchArguments:
     # A trainer writes its config into training_args.bin, and that file is pushed: the token stays out of pickles.
     # Copies inside of this process keep it.
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"hub_token": None}
+        state = vars(self) | {"hub_token": None}
+        if isinstance(self.model_init_kwargs, dict):
+            state["model_init_kwargs"] = {
+                key: value for key, value in self.model_init_kwargs.items() if key != "token"
+            }
+        return state
 
     def __copy__(self):
         other = object.__new__(type(self))

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import trl
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 from peft import get_peft_model
@@ -62,11 +63,14 @@ def save_base(folder: str) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def save_bpe_base(folder: str) -> None:
-    """The same with a tokenizer that GGUF has a form for."""
+def save_bpe_base(folder: str, templates: bool = False) -> None:
+    """The same with a tokenizer that GGUF has a form for, and maybe with two chat templates."""
     from tests.hub.gguf_models import byte_level_tokenizer, model_folder, split_steps
 
-    model = model_folder(Path(folder), "llama", byte_level_tokenizer(split_steps(None)))
+    tokenizer = byte_level_tokenizer(split_steps(None))
+    if templates:
+        tokenizer.chat_template = {"default": tokenizer.chat_template, "tools": "{{ messages }}{{ tools }}"}
+    model = model_folder(Path(folder), "llama", tokenizer)
     model.generation_config.max_new_tokens = 7
     model.generation_config.save_pretrained(folder)
 
@@ -95,9 +99,10 @@ def trainer(base: str, output_dir: str, **config):
         "hub_private_repo": True,
     }
     peft = config.pop("peft", True)
+    config_class = trl.SFTConfig if config.pop("of_trl", False) else SFTConfig
     return SFTTrainer(
         base,
-        SFTConfig(output_dir, **(defaults | config)),
+        config_class(output_dir, **(defaults | config)),
         train_dataset=Dataset.from_list(tiny_rows(16, seed=0)),
         peft_config=lora_config("llama") if peft else None,
     )

@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from transformers import GenerationConfig, TrainerCallback
 from trl import TrlParser
 
+import unsloth_trl
 from tests.tiny import lora_config, tiny_model, tiny_rows, tiny_tokenizer
 from tests.trainers.grpo_runs import make_grpo
 from unsloth_trl import GRPOConfig, SFTConfig, SFTTrainer
@@ -82,7 +83,7 @@ def card_of(trainer) -> ModelCard:
 
 def test_metadata_and_tags(run):
     data = card_of(run).data
-    assert data.base_model == "owner/tiny-model" and data.datasets == "owner/words"
+    assert data.base_model == "owner/tiny-model" and data.datasets == ["owner/words"]
     assert {"trl", "sft", "unsloth_trl", "generated_from_trainer"} <= set(data.tags)
 
 
@@ -160,10 +161,28 @@ def test_memory_is_named_as_far_as_it_is_known():
     ]
 
 
+@pytest.mark.gpu
+def test_memory_of_a_device_is_its_peak(tmp_path):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    trainer = make_trainer(tmp_path, use_cpu=False, bf16=True, packing=True, max_length=64)
+    trainer.train()
+    trainer.create_model_card()
+    measured = trainer._measurement.measured
+    assert measured.peak_memory == torch.cuda.max_memory_allocated() > 0 and not measured.peak_is_earlier
+    assert f"peak device memory: {measured.peak_memory / 2**30:.2f} GiB allocated" in card_of(trainer).text
+    assert f"tokens a second on {torch.cuda.get_device_name()}: tokens of" in card_of(trainer).text
+    large = torch.empty(2**28, device="cuda")
+    del large  # a peak that was before the run
+    again = make_trainer(tmp_path / "again", use_cpu=False, bf16=True, packing=True, max_length=64)
+    again.train()
+    assert again._measurement.measured.peak_is_earlier
+
+
 def test_grpo_measures_whole_generations(tmp_path):
     """Two optimizer steps on each of two micro-batches, once more each: 4 steps until completions are new."""
     trainer = make_grpo(
-        __import__("unsloth_trl"),
+        unsloth_trl,
         "llama",
         lora=True,
         output_dir=str(tmp_path),
@@ -244,6 +263,16 @@ def test_b60_the_name_in_the_adapter_counts_first(tmp_path):
     assert base_of(trainer.model) == BaseModel(repo_id="owner/other")
 
 
+def test_several_datasets_are_named_each(tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    trainer = make_trainer(tmp_path, "owner/tiny-model")
+    trainer.create_model_card(dataset_name=["owner/a", "owner/b", str(tmp_path / "rows.jsonl")])
+    card = card_of(trainer)
+    assert card.data.datasets == ["owner/a", "owner/b"]
+    links = ", ".join(f"[owner/{name}](https://huggingface.co/datasets/owner/{name})" for name in "ab")
+    assert f"on the {links}, `rows.jsonl` dataset" in card.text and str(tmp_path) not in card.content
+
+
 def test_a_card_that_names_a_repository_is_left_as_it_is(tmp_path):
     text = "---\nbase_model: owner/name\ntags:\n- a\n---\ntext\n"
     (tmp_path / "README.md").write_text(text)
@@ -265,6 +294,9 @@ def test_b63_the_token_is_in_no_file_and_not_printed(config):
     loaded = pickle.loads(pickle.dumps(args))
     assert (loaded.hub_token, loaded.learning_rate, type(loaded)) == (None, 0.5, config)
     assert "hf_secret" not in repr(args) and "hf_secret" not in str(args) and "hf_secret" not in shown_config(args)
+    named = config("out", model_init_kwargs={"token": "hf_secret", "revision": "x"}, **CPU)
+    assert pickle.loads(pickle.dumps(named)).model_init_kwargs == {"revision": "x"}
+    assert named.model_init_kwargs["token"] == "hf_secret" and b"hf_secret" not in pickle.dumps(named)
     # inside of the process it is still there
     for other in (copy.copy(args), copy.deepcopy(args)):
         assert other.hub_token == "hf_secret" and other is not args and other == args
@@ -293,6 +325,13 @@ def test_shown_config_has_no_place_or_account():
     )
     shown = yaml.safe_load(shown_config(args))
     assert shown == {"bf16": False, "use_cpu": True}
+    args = GRPOConfig("out", vllm_server_base_url="http://10.0.0.1", vllm_server_host="10.0.0.1", beta=0.1, **CPU)
+    assert yaml.safe_load(shown_config(args)) == {
+        "beta": 0.1,
+        "bf16": False,
+        "steps_per_generation": 1,
+        "use_cpu": True,
+    }
 
 
 @pytest.mark.parametrize("method", ["init_hf_repo", "push_to_hub", "_save", "create_model_card"])

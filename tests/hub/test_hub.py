@@ -127,7 +127,7 @@ def test_b63_the_pushed_adapter_is_whole(hub, trained, base, tmp_path):
     assert_usable_tokenizer(folder, base)
     card = ModelCard.load(folder / "README.md")
     assert {"trl", "sft", "unsloth_trl"} <= set(card.data.tags)
-    assert (card.data.base_model, card.data.datasets) == ("someone/tiny", "someone/words")
+    assert (card.data.base_model, card.data.datasets) == ("someone/tiny", ["someone/words"])
     assert "tokens a second on CPU" in card.text and "unsloth_trl patches:" in card.text
 
 
@@ -136,6 +136,15 @@ def test_b63_the_token_is_in_no_pushed_file(hub, trained):
     for repo in hub.repos.values():
         for name, content in repo.files.items():
             assert TOKEN.encode() not in content, name
+
+
+def test_b63_a_config_of_trl_is_warned_of(hub, base, tmp_path):
+    """Its token would be in training_args.bin."""
+    where = {"push_to_hub": True, "hub_model_id": "someone/of-trl"}
+    _, said, error = hub.run(hub_client.make_trainer, base, str(tmp_path / "out"), of_trl=True, **where)
+    assert not error and "hub_token of a TRL config is written into training_args.bin" in said
+    _, said, error = hub.run(hub_client.make_trainer, base, str(tmp_path / "out"), **where)
+    assert not error and "training_args.bin" not in said
 
 
 def test_b60_pushed_files_name_the_repository_of_the_base(hub, trained, base):
@@ -228,6 +237,21 @@ def test_b63_gguf_files_come_with_the_tokenizer(hub, tmp_path):
     card = ModelCard.load(folder / "README.md")
     assert card.data.base_model == "someone/bpe" and {"gguf", "unsloth_trl"} <= set(card.data.tags)
     assert "gguf-Q8_0.gguf" in card.text
+
+
+def test_b63_every_chat_template_of_a_tokenizer_is_pushed(hub, tmp_path):
+    base = str(tmp_path / "models--someone--bpe" / "snapshots" / ("b" * 40))
+    succeed(hub.run(hub_client.save_bpe_base, base, templates=True))
+    succeed(hub.run(hub_client.push_merged, base, "someone/templates"))
+    succeed(hub.run(hub_client.push_gguf, base, "someone/templates-gguf"))
+    for repo_id in ("someone/templates", "someone/templates-gguf"):
+        folder = write(hub, repo_id, tmp_path / repo_id)
+        expected = AutoTokenizer.from_pretrained(base).chat_template
+        assert AutoTokenizer.from_pretrained(folder).chat_template == expected and set(expected) == {
+            "default",
+            "tools",
+        }
+        assert not (folder / "merged_16bit").exists()
 
 
 def test_b62_a_repository_gets_one_kind(hub, base, tmp_path, trained):

@@ -25,7 +25,7 @@ _SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 # names of this machine and of this account, and what only says where a run writes
 _PRIVATE = re.compile(
-    r".*(_token|_dir|_path)$|hub_.*|push_to_hub|report_to|run_name|project|trackio_.*|model_init_kwargs"
+    r".*_(token|dir|path|url|host|port|hub_repo|init_kwargs)|hub_.*|push_to_hub|report_to|run_name|project|trackio_.*"
 )
 # computed from others, or objects without a form in YAML
 _DERIVED = (
@@ -207,7 +207,7 @@ def own_versions() -> list[str]:
 
 
 def write_run_card(
-    readme: Path, base: BaseModel, *, repo_id: str | None, dataset_name: str | None, **sections: Any
+    readme: Path, base: BaseModel, *, repo_id: str | None, dataset_name: str | list[str] | None, **sections: Any
 ) -> None:
     """
     Add what this package knows of a run to the card that TRL has written.
@@ -216,7 +216,8 @@ def write_run_card(
         readme (`Path`): TRL's card; it is replaced.
         base (`BaseModel`): What was trained.
         repo_id (`str`, *optional*): Where it is pushed to.
-        dataset_name (`str`, *optional*): As TRL got it; a place on this machine is not named as a dataset of the Hub.
+        dataset_name (`str` or `list[str]`, *optional*): As TRL got it; a place on this machine is not named as a
+            dataset of the Hub.
         **sections: For `templates/run_card.md`.
     """
     card = ModelCard.load(readme)
@@ -230,12 +231,14 @@ def write_run_card(
         said = f"a model that is not on the Hub (the folder `{folder}`)" if folder else "a model that has no name"
     text = text.replace(f"[{named}](https://huggingface.co/{named})", said)
     card.data.base_model = base.repo_id
-    if dataset_name and is_local(dataset_name):
-        card.data.datasets = None
-        link = f"[{dataset_name}](https://huggingface.co/datasets/{dataset_name})"
-        text = text.replace(link, f"`{Path(dataset_name).name}`")
+    if dataset_name:
+        names = [dataset_name] if isinstance(dataset_name, str) else dataset_name
+        link = "[{0}](https://huggingface.co/datasets/{0})"
+        linked = [f"`{Path(name).name}`" if is_local(name) else link.format(name) for name in names]
+        text = text.replace(link.format(dataset_name), ", ".join(linked))
+        card.data.datasets = [name for name in names if not is_local(name)] or None
     if repo_id is None:  # not pushed yet
-        text = text.replace('model="None"', f'model="{readme.parent.name}"')
+        text = text.replace('model="None"', f'model="{readme.resolve().parent.name}"')
     before, heading, after = text.partition(VERSIONS_HEADING)
     made = ModelCard.from_template(
         card.data,

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from .card import BaseModel, base_of, mend_base, warn_of_local_base, write_export_card
 from .kinds import FILES, kinds_among, refuse_other_kinds_on_hub
@@ -29,10 +31,9 @@ def push_to_hub_merged(
     private: bool | None = None,
     commit_message: str | None = None,
     *,
-    revision: str | None = None,
     tags: Sequence[str] = (),
     **merge_options: Any,
-) -> CommitInfo:
+) -> CommitInfo | None:
     """
     Merge a model's adapter and push the result, or push the adapter alone.
 
@@ -48,12 +49,11 @@ def push_to_hub_merged(
         private (`bool`, *optional*): Visibility of a new repository; by default what the account has set. A repository
             that exists keeps its own.
         commit_message (`str`, *optional*): Of the upload.
-        revision (`str`, *optional*): Branch to push to.
         tags (`Sequence[str]`, *optional*): For the card, beside `"unsloth_trl"`.
         merge_options: Passed on to `save_pretrained_merged`.
 
     Returns:
-        `CommitInfo`: Of the Hub.
+        `CommitInfo`: Of the Hub; `None` in the other processes of a run, of which the main one pushes.
 
     Raises:
         PermissionError: If the Hub refuses the token.
@@ -75,7 +75,6 @@ def push_to_hub_merged(
         token=token,
         private=private,
         commit_message=commit_message or f"Upload {'adapter' if kind == 'adapter' else 'merged weights'}",
-        revision=revision,
         tags=tags,
     )
 
@@ -89,10 +88,9 @@ def push_to_hub_gguf(
     private: bool | None = None,
     commit_message: str | None = None,
     *,
-    revision: str | None = None,
     tags: Sequence[str] = (),
     **gguf_options: Any,
-) -> CommitInfo:
+) -> CommitInfo | None:
     """
     Merge a model's adapter, write GGUF files and push them, with the tokenizer's own files.
 
@@ -101,11 +99,11 @@ def push_to_hub_gguf(
         repo_id (`str`): `"owner/name"`, or a name of your own account.
         tokenizer (`PreTrainedTokenizerBase`): The model's.
         quantization_method (`str` or sequence of `str`, *optional*, defaults to `"q8_0"`): See `save_pretrained_gguf`.
-        token, private, commit_message, revision, tags: As in `push_to_hub_merged`.
+        token, private, commit_message, tags: As in `push_to_hub_merged`.
         gguf_options: Passed on to `save_pretrained_gguf`.
 
     Returns:
-        `CommitInfo`: Of the Hub.
+        `CommitInfo`: As in `push_to_hub_merged`.
 
     Raises:
         PermissionError, ValueError, OSError: As in `push_to_hub_merged`.
@@ -127,7 +125,6 @@ def push_to_hub_gguf(
         token=token,
         private=private,
         commit_message=commit_message or "Upload GGUF files",
-        revision=revision,
         tags=tags,
     )
 
@@ -141,10 +138,11 @@ def _push(
     token: str | None,
     private: bool | None,
     commit_message: str,
-    revision: str | None,
     tags: Sequence[str],
-) -> CommitInfo:
-    repo_id = prepare_repository(repo_id, kind, token=token, private=private, revision=revision)
+) -> CommitInfo | None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return None
+    repo_id = prepare_repository(repo_id, kind, token=token, private=private)
     base = base_of(model)
     scratch = Path(tempfile.mkdtemp(prefix="unsloth_trl-push-"))
     folder = scratch / repo_id.rsplit("/", 1)[-1]
@@ -160,23 +158,20 @@ def _push(
         base,
         token=token,
         commit_message=commit_message,
-        revision=revision,
         tags=[*_trainer_tags(model), *tags],
     )
     shutil.rmtree(scratch, ignore_errors=True)
     return made
 
 
-def prepare_repository(
-    repo_id: str, kind: str, *, token: str | None = None, private: bool | None = None, revision: str | None = None
-) -> str:
+def prepare_repository(repo_id: str, kind: str, *, token: str | None = None, private: bool | None = None) -> str:
     """
     Make a repository, with the visibility that is asked for, before there is anything to upload.
 
     Args:
         repo_id (`str`): `"owner/name"`, or a name of your own account.
         kind (`str`): What is going to be pushed: "adapter", "merged" or "gguf".
-        token, private, revision: As in `push_to_hub_merged`.
+        token, private: As in `push_to_hub_merged`.
 
     Returns:
         `str`: The repository as `"owner/name"`.
@@ -188,9 +183,7 @@ def prepare_repository(
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        refuse_other_kinds_on_hub(repo_id, kind, token, revision)
+        refuse_other_kinds_on_hub(repo_id, kind, token)
     except HfHubHTTPError as error:
         explain_refusal(error, repo_id)
         raise
@@ -208,11 +201,12 @@ def lay_out_gguf(folder: Path, merged: Path | None = None) -> None:
     from .gguf import MERGED_FOLDER
 
     merged = folder / MERGED_FOLDER if merged is None else merged
-    names = [path.name for path in merged.iterdir() if path.is_file()]
-    weights = {name for found in kinds_among(names).values() for name in found}
-    for name in names:
-        if name not in weights | {"config.json", "README.md"}:
-            shutil.copy(merged / name, folder / name)
+    weights = {name for found in kinds_among(path.name for path in merged.iterdir()).values() for name in found}
+    for path in merged.iterdir():
+        if path.is_file() and path.name not in weights | {"config.json", "README.md"}:
+            shutil.copy(path, folder / path.name)
+    if (more := merged / CHAT_TEMPLATE_DIR).is_dir():
+        shutil.copytree(more, folder / CHAT_TEMPLATE_DIR, dirs_exist_ok=True)
 
 
 def upload_model(
@@ -223,18 +217,17 @@ def upload_model(
     *,
     token: str | None = None,
     commit_message: str,
-    revision: str | None = None,
     tags: Sequence[str] = (),
 ) -> CommitInfo:
     """
-    Write the card of a saved model and upload what lies in its folder, without subfolders.
+    Write the card of a saved model and upload its folder, without what GGUF files were made from and checkpoints.
 
     Args:
         folder (`Path`): As `save_pretrained_merged` or `save_pretrained_gguf` leaves it.
         repo_id (`str`): As `prepare_repository` gives it.
         kind (`str`): "adapter", "merged" or "gguf".
         base (`BaseModel`): What it was made from.
-        token, commit_message, revision, tags: As in `push_to_hub_merged`.
+        token, commit_message, tags: As in `push_to_hub_merged`.
 
     Raises:
         PermissionError: If the Hub refuses the token.
@@ -255,12 +248,11 @@ def upload_model(
             repo_id=repo_id,
             folder_path=folder,
             commit_message=commit_message,
-            revision=revision,
-            ignore_patterns=["*/*"],
+            ignore_patterns=["merged_16bit/*", "checkpoint-*/*"],
             delete_patterns=list(_STALE) if kind == "merged" else None,
         )
     except Exception as error:
-        next_step = _what_next(folder, repo_id, revision)
+        next_step = _what_next(folder, repo_id)
         if isinstance(error, HfHubHTTPError):
             explain_refusal(error, repo_id, next_step)
         raise OSError(f"the upload to {repo_id} was not finished: {_one_line(error)}; {next_step}") from error
@@ -275,6 +267,5 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _what_next(folder: Path, repo_id: str, revision: str | None) -> str:
-    branch = f" --revision {revision}" if revision else ""
-    return f"the files are in {folder}: `hf upload {repo_id} {folder} .{branch}` goes on where it stopped"
+def _what_next(folder: Path, repo_id: str) -> str:
+    return f"the files are in {folder}: `hf upload {repo_id} {folder} .` goes on where it stopped"

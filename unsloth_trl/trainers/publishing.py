@@ -102,7 +102,7 @@ class Publishing:
     def create_model_card(
         self,
         model_name: str | None = None,
-        dataset_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
     ):
         """As in TRL, with what this package knows of the run: data, config, patches, measured speed and memory."""
