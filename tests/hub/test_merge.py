@@ -412,6 +412,20 @@ def test_what_cannot_be_merged_is_named(tmp_path):
         save_pretrained_merged(off, tmp_path / "merged")
     with pytest.raises(ValueError, match="save_method='merged' is none of 'merged_16bit', 'lora', 'merged_4bit'"):
         save_pretrained_merged(off, tmp_path / "merged", save_method="merged")
+    away = adapted("llama")
+    layer = away.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to("meta"))
+    with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj.weight is offloaded by device_map: load the"):
+        save_pretrained_merged(away, tmp_path / "merged")
+    split = adapted("llama")
+    split.get_base_model().lm_head.weight.ds_shape = (128, 64)  # what DeepSpeed's ZeRO-3 puts on a parameter
+    with pytest.raises(ValueError, match="lm_head.weight is split over processes"):
+        save_pretrained_merged(split, tmp_path / "merged")
+    eight = tiny_model("llama")
+    norm = eight.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match="model.norm.weight is stored as torch.float8_e4m3fn.*load the model in 16 b"):
+        save_pretrained_merged(eight, tmp_path / "merged")
     with pytest.raises(TypeError, match="a transformers model or a PeftModel around one is needed, got Linear"):
         save_pretrained_merged(torch.nn.Linear(2, 2), tmp_path / "merged")
     assert not names_in(tmp_path)

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..patches.quantization.loading import load_in_4bit
-from .checkpoints import Checkpoint, check_disk, check_target, local_folder, replacing
+from .checkpoints import Checkpoint, check_disk, check_target, local_folder, replacing, weight_files
 from .merge_layers import MergedWeight, merged_weights, plain_model
 from .merge_layout import Group, Layout
 from .verify import Verification, compare, device_for, difference, free, live_logits, load_saved, without_progress
@@ -308,6 +308,8 @@ class _Merging:
         # whatever is wrong with the small files shows before the large ones
         with without_progress():
             self.plain.save_pretrained(folder, state_dict={})
+        for name in weight_files(folder):  # an empty one would be read before the shards
+            (folder / name).unlink()
         config = self.plain.config
         for part in (config, *_sub_configs(config)):
             if part is config or getattr(part, "dtype", None) is not None:
@@ -426,8 +428,7 @@ class _Merging:
 
 
 def _sub_configs(config) -> list:
-    found = [getattr(config, key, None) for key in config.sub_configs]
-    return [part for part in found if part is not None]
+    return [part for key in config.sub_configs if (part := getattr(config, key, None)) is not None]
 
 
 def _default_dtype(weights: list[MergedWeight], bases: list[Path]) -> torch.dtype:

@@ -105,20 +105,7 @@ def merged_weights(model: PreTrainedModel) -> list[MergedWeight]:
         ValueError: If something in it cannot be merged or read; the message names it.
     """
     _check_quantizer(model)
-    weights = list(_walk(model, ""))
-    for weight in weights:
-        if weight.stored is None:
-            continue
-        if isinstance(weight.stored, DTensor):
-            raise ValueError(
-                f"{weight.name} is sharded over processes (FSDP2 or tensor parallelism): save from a model that is "
-                "whole, for instance one that the trainer's checkpoint was loaded into"
-            )
-        if weight.stored.is_meta:
-            raise ValueError(
-                f"{weight.name} is offloaded by device_map: load the model without offloading, on the CPU if need be"
-            )
-    return weights
+    return list(_walk(model, ""))
 
 
 def _check_quantizer(live: PreTrainedModel) -> None:
@@ -183,6 +170,15 @@ def _describe(module: nn.Module, key: str, name: str) -> tuple[tuple[int, ...], 
     """Shape and dtype of a tensor of `module`, those from before it was quantised, and whether it is."""
     value = module._parameters.get(key)
     kind = type(value).__name__
+    if isinstance(value, DTensor) or hasattr(value, "ds_shape"):
+        raise ValueError(
+            f"{name} is split over processes (FSDP, ZeRO-3 or tensor parallelism): save from one process that has the "
+            "whole model, for instance after loading the trainer's last checkpoint"
+        )
+    if value is not None and value.is_meta:
+        raise ValueError(
+            f"{name} is offloaded by device_map: load the model without offloading, on the CPU if need be"
+        )
     if kind == "Params4bit":
         state = value.quant_state
         if state is None:

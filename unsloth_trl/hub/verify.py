@@ -168,15 +168,17 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _some_ids(model: PreTrainedModel) -> torch.Tensor:
-    config = model.config
+    config, text = model.config, model.config.get_text_config()
+    # tokens of an image without the image are an error
     special = {
-        v
-        for c in (config, config.get_text_config())
-        for k, v in vars(c).items()
-        if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
+        value
+        for part in (config, text)
+        for key, value in vars(part).items()
+        if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
-    ids = torch.randperm(config.get_text_config().vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
-    return torch.tensor([[i for i in ids if i not in special][:NUM_TOKENS]])
+    ids = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
+    number = min(NUM_TOKENS, getattr(text, "max_position_embeddings", None) or NUM_TOKENS)
+    return torch.tensor([[i for i in ids if i not in special][:number]])
 
 
 @torch.no_grad()
