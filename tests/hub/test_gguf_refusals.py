@@ -19,6 +19,9 @@ from unsloth_trl.hub.gguf import export_gguf, resolve_methods, save_pretrained_g
 from unsloth_trl.hub.llama_cpp import LlamaCppNotFoundError
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return byte_level_tokenizer(split_steps(None))
@@ -56,6 +59,13 @@ def refused(folder, message, error=ValueError, **options):
         ("qwen3", {"attention_bias": True}, "qwen3 with attention_bias=True"),
         ("qwen2", {"head_dim": 32}, "qwen2 with head_dim=32"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "gpt_oss with swiglu_limit=5.0"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "gpt_oss with layer_types=.* windows in some of the lay"),
+        (
+            "llama",
+            {"rope_parameters": YARN | {"beta_fast": 16.0}},
+            "RoPE with beta_fast=16.0 cannot be exported to GGUF, whose runtimes take the default of 32",
+        ),
+        ("llama", {"rope_parameters": YARN | {"mscale": 0.7}}, "RoPE with mscale=0.7 .* whose runtimes take none"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

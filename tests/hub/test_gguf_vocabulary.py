@@ -77,6 +77,21 @@ def test_types_and_padding(tmp_path):
     assert vocabulary.tokens.index("<think>") == tokenizer.convert_tokens_to_ids("<think>")
 
 
+def test_a_tokenizer_that_transformers_loads_as_another(tmp_path):
+    tokenizer = tokenizer_of("llama-bpe")
+    tokenizer.save_pretrained(tmp_path)
+    # for Qwen 2 transformers has a class of its own, which splits in its own way whatever the file says
+    config = AutoConfig.for_model("qwen2", vocab_size=VOCAB, eos_token_id=tokenizer.eos_token_id)
+    config.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    vocabulary = read_vocabulary(tmp_path, loaded, config)
+    assert vocabulary.pre == "llama-bpe"
+    if loaded("1234")["input_ids"] != tokenizer("1234")["input_ids"]:
+        assert "splits text as 'llama-bpe' does, and so does the GGUF file, but the Qwen2" in vocabulary.notes[0]
+    else:
+        assert not vocabulary.notes
+
+
 @pytest.mark.parametrize("normalizer, lost", [(normalizers.NFC(), False), (normalizers.Lowercase(), True)])
 def test_normalizers(normalizer, lost, tmp_path):
     tokenizer = tokenizer_of("gpt-2")

@@ -107,6 +107,8 @@ def _check_fields(config: PretrainedConfig, architecture: Architecture) -> None:
             refuse("use_bidirectional_attention", "False")
     if config.model_type == "gemma3_text" and config.attn_logit_softcapping is not None:
         refuse("attn_logit_softcapping", "None")
+    if config.model_type in ("gemma2", "gpt_oss") and "sliding_attention" not in config.layer_types:
+        refuse("layer_types", "windows in some of the layers")
     if config.model_type == "gpt_oss":
         for field, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
             if getattr(config, field, value) != value:
@@ -141,8 +143,13 @@ def _check_rope(config: PretrainedConfig, architecture: Architecture) -> None:
             "logits differ a little from the model's",
             stacklevel=4,
         )
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise ValueError("RoPE with mscale or mscale_all_dim cannot be exported to GGUF here")
+    # read by runtimes for other architectures only
+    for field, value in (("beta_fast", 32), ("beta_slow", 1), ("mscale", 0), ("mscale_all_dim", 0)):
+        if kind == "yarn" and (rope.get(field) or value) != value:
+            wanted = f"the default of {value}" if value else "none"
+            raise ValueError(
+                f"RoPE with {field}={rope[field]} cannot be exported to GGUF, whose runtimes take {wanted}"
+            )
 
 
 def rope_parameters(config: PretrainedConfig) -> dict:
@@ -216,8 +223,6 @@ def _add_rope(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
         writer.add_rope_scaling_factor(factor)
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         writer.add_rope_scaling_orig_ctx_len(original)
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
         if rope.get("attention_factor"):
             # a factor on top of the one that every YaRN has there
             writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (0.1 * math.log(factor) + 1.0))
@@ -225,12 +230,9 @@ def _add_rope(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
 
 def _add_window(writer: gguf.GGUFWriter, config: PretrainedConfig, every: int) -> None:
     windowed = [kind == "sliding_attention" for kind in config.layer_types]
-    if any(windowed):
-        writer.add_sliding_window(config.sliding_window)
-    elif config.model_type == "gemma3_text":
-        return  # no key, no window
-    else:
-        writer.add_sliding_window(config.max_position_embeddings)
+    if not any(windowed):
+        return  # Gemma 3 without windows; the others are refused
+    writer.add_sliding_window(config.sliding_window)
     if windowed != [(layer + 1) % every != 0 for layer in range(config.num_hidden_layers)]:
         writer.add_sliding_window_pattern(windowed)
 

@@ -123,7 +123,7 @@ def read_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase, config: Pr
     if model.get("byte_fallback"):
         vocabulary = _sentencepiece(serialized, config)
     else:
-        vocabulary = _byte_level(serialized, config)
+        vocabulary = _byte_level(serialized, tokenizer, config)
     _set_special(vocabulary, tokenizer, config, folder)
     if greedy := [added["content"] for added in serialized["added_tokens"] if added["lstrip"] or added["rstrip"]]:
         vocabulary.notes.append(f"the tokens {greedy[:5]} take white space beside them, which GGUF cannot say")
@@ -134,7 +134,7 @@ def read_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase, config: Pr
     return vocabulary
 
 
-def _byte_level(serialized: dict, config: PretrainedConfig) -> Vocabulary:
+def _byte_level(serialized: dict, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Vocabulary:
     model = serialized["model"]
     key = (_split(serialized.get("pre_tokenizer")), bool(model.get("ignore_merges")))
     pre = PRE_TOKENIZERS.get(key)
@@ -152,7 +152,13 @@ def _byte_level(serialized: dict, config: PretrainedConfig) -> Vocabulary:
         raise ValueError(f"normalizer={json.dumps(normalizer)} cannot be written to GGUF with a byte-level tokenizer")
     tokens, types = _tokens(serialized, config)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return Vocabulary("gpt2", pre, tokens, types, merges=merges)
+    vocabulary = Vocabulary("gpt2", pre, tokens, types, merges=merges)
+    if _split(json.loads(tokenizer.backend_tokenizer.to_str()).get("pre_tokenizer")) != key[0]:
+        vocabulary.notes.append(
+            f"tokenizer.json splits text as {pre!r} does, and so does the GGUF file, but the "
+            f"{type(tokenizer).__name__} that transformers loads from this folder splits it in another way"
+        )
+    return vocabulary
 
 
 def _split(pre_tokenizer: dict | None) -> tuple:
