@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import trl
 from peft import IA3Config, LoHaConfig, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -19,6 +20,7 @@ import unsloth_trl
 from tests.hub.merge_runs import IDS, adapted, gap, logits, names_in, saved_tensors, stirred, stock_merge
 from tests.numerics import run_sft
 from tests.tiny import CHAT_TEMPLATE, EXPERT_PARAMETERS, lora_config, tiny_model, tiny_tokenizer
+from tests.trainers.grpo_runs import run_grpo
 from unsloth_trl.hub.merge import save_pretrained_merged, write_merged
 
 
@@ -144,6 +146,16 @@ def test_patches_make_no_difference(model_type, tmp_path):
     assert gap(logits(loaded), logits(model)) < FP32
     with model.disable_adapter():
         assert gap(logits(model), logits(loaded)) > 100 * FP32  # it was trained
+
+
+@pytest.mark.parametrize("library", [unsloth_trl, trl], ids=["ours", "trl"])
+def test_a_model_that_grpo_trained(library, tmp_path):
+    model = run_grpo(library, "llama", lora=True, beta=0.1).trainer.model
+    save_pretrained_merged(model, tmp_path / "merged", dtype=torch.float32)
+    loaded = reloaded(tmp_path / "merged")
+    assert gap(logits(loaded), logits(model)) < FP32
+    with model.disable_adapter():
+        assert gap(logits(model), logits(loaded)) > 100 * FP32
 
 
 SCALES = {
