@@ -261,6 +261,30 @@ def test_b61_markers_that_leave_out_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_b61_eos_is_learned_without_any_mask(tokenizers, kind, packing, tmp_path):
+    """EOS is the padding token; each sample ends on it and learns it, padding does not."""
+    tokenizer = tokenizers["llama3"]
+    pad = eos = tokenizer.eos_token_id
+    assert tokenizer.pad_token_id == pad
+    texts = [{"text": f"{q} {a}"} for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
+    rows = (
+        texts if kind == "text" else [{"messages": list(_pair(q, a))} for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
+    )
+    trainer = trainer_of(tokenizer, rows, tmp_path, packing=packing, per_device_train_batch_size=4)
+    samples = list(_samples(trainer.train_dataset))
+    assert [ids.count(tokenizer.bos_token_id) for ids in samples] == [1] * 4
+    assert [ids.count(eos) for ids in samples] == [1 if kind == "text" else 2] * 4
+    assert all(ids[-1] == eos for ids in samples)
+    batch = next(iter(trainer.get_train_dataloader()))
+    labels = batch["labels"]
+    assert (labels == eos).sum() == sum(ids.count(eos) for ids in samples)
+    if not packing:
+        padding = batch["attention_mask"] == 0
+        assert padding.any() and (batch["input_ids"][padding] == pad).all() and (labels[padding] == IGNORE).all()
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
 def test_b61_one_bos_and_one_eos(tokenizers, packing, tmp_path):
     """Texts that were rendered with the template, as in many notebooks: TRL adds another BOS and EOS."""
     for family in ("llama3", "chatml"):
