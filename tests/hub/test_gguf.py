@@ -1,5 +1,7 @@
 """Files that are read back have the model's logits: through transformers, or tensor by tensor where it cannot."""
 
+import weakref
+
 import gguf
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from tests.hub.gguf_models import (
     split_steps,
 )
 from unsloth_trl.hub.gguf import export_gguf
+from unsloth_trl.hub.gguf_tensors import Checkpoint
 from unsloth_trl.hub.gguf_vocabulary import PRE_TOKENIZERS
 
 
@@ -279,3 +282,21 @@ def test_pieces_give_the_same_file(tokenizers, tmp_path, monkeypatch):
     whole = [file.read_bytes() for file in export_gguf(tmp_path, tmp_path / "a", ["bf16", "f16", "q8_0"])]
     monkeypatch.setattr("unsloth_trl.hub.gguf_tensors.CHUNK", 300)
     assert [file.read_bytes() for file in export_gguf(tmp_path, tmp_path / "b", ["bf16", "f16", "q8_0"])] == whole
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_one_tensor_in_memory_at_a_time(experts, tokenizers, tmp_path, monkeypatch):
+    model_type, config = ("qwen3_moe", {"norm_topk_prob": True}) if experts else ("llama", {})
+    model_folder(tmp_path, model_type, tokenizers["qwen2"], **config)
+    alive, peak, load = [], [], Checkpoint.load
+
+    def counting(self, name):
+        tensor = load(self, name)
+        alive[:] = [reference for reference in alive if reference() is not None] + [weakref.ref(tensor)]
+        peak.append(len(alive))
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "load", counting)
+    export_gguf(tmp_path, tmp_path, "q8_0")
+    # all experts of one projection become one tensor of the file
+    assert len(peak) > 20 and max(peak) == (4 if experts else 1)

@@ -202,7 +202,7 @@ def test_tokenizers_that_do_not_fit(llama_folder, copied, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", ".."])
 def test_names_that_are_no_file(name, llama_folder, tmp_path):
-    with pytest.raises(ValueError, match="is no name for a file; the folder is output_directory"):
+    with pytest.raises(ValueError, match="is no name for a file"):
         export_gguf(llama_folder, tmp_path, name=name)
 
 
@@ -226,6 +226,8 @@ def test_methods():
         ({"tokenizer": tiny_tokenizer()}, "a tokenizer of type WordLevel"),
         ({"model": "olmo2"}, "model_type='olmo2' is not among"),
         ({"save_method": "lora"}, "save_method='lora': GGUF files are made of a 'merged_16bit' model"),
+        ({"name": "a/b"}, "name='a/b' is no name for a file"),
+        ({"tokenizer": object()}, "a object has no tokenizer.json"),
         ({"quantization_method": "int4"}, "quantization_method='int4' is not known"),
     ],
 )

@@ -148,8 +148,7 @@ def export_gguf(
     """
     methods = resolve_methods(quantization_method, llama_cpp_path)
     folder, output = Path(folder), Path(output_directory)
-    if not name or name in (".", "..") or "/" in name or os.sep in name:
-        raise ValueError(f"name={name!r} is no name for a file; the folder is output_directory")
+    _check_name(name)
     if not (folder / "config.json").is_file():
         found = "an adapter; merge it first" if (folder / "adapter_config.json").is_file() else "no config.json"
         raise FileNotFoundError(f"{folder} has {found}; give the folder of a merged 16-bit model")
@@ -198,7 +197,8 @@ def save_pretrained_gguf(
     """
     Merge a model's adapter and write GGUF files of the result; see `export_gguf`.
 
-    The merged 16-bit model stays in `save_directory/merged_16bit`, also when the export fails.
+    The merged 16-bit model stays in `save_directory/merged_16bit`, also when the export fails. The files hold the
+    weights of that model: rounded to 16 bits first, and then to what the method says.
 
     Args:
         model (`nn.Module`): A PEFT model, or a model without adapters.
@@ -218,8 +218,13 @@ def save_pretrained_gguf(
         GGUFExportError: If the export fails after merging.
     """
     methods = resolve_methods(quantization_method, llama_cpp_path)
+    _check_name(name)
     if tokenizer is None:
         raise ValueError("tokenizer=None: a GGUF file holds its tokenizer; pass the model's tokenizer")
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"tokenizer: a {type(tokenizer).__name__} has no tokenizer.json, which GGUF files are made of"
+        )
     if "save_method" in merge_options:
         raise ValueError(
             f"save_method={merge_options['save_method']!r}: GGUF files are made of a 'merged_16bit' model"
@@ -249,6 +254,11 @@ def _check_before_merging(model: nn.Module, tokenizer: PreTrainedTokenizerBase, 
         tokenizer.save_pretrained(folder)
         config.save_pretrained(folder)
         read_vocabulary(Path(folder), load_tokenizer(Path(folder)), config)
+
+
+def _check_name(name: str) -> None:
+    if not name or name in (".", "..") or "/" in name or os.sep in name:
+        raise ValueError(f"name={name!r} is no name for a file; pass the folder apart from it")
 
 
 def _converter(llama_cpp_path: str | Path | None) -> str:
@@ -327,5 +337,6 @@ def _write(
             if tuple(loaded.shape) != tensor.shape:
                 raise ValueError(f"{tensor.name} has shape {tuple(loaded.shape)}, not {tensor.shape}")
             data = encode(tensor.name, loaded, tensor.encoding(wanted))
+            del loaded  # or the next one would be read beside it
             writer.write_tensor_data(data)
             bar.update(data.nbytes)
