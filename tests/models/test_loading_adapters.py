@@ -194,6 +194,8 @@ def test_adapter_folders_that_are_refused(llama, tmp_path):
     FastLanguageModel.get_peft_model(model, r=4).save_pretrained(adapter)
     with pytest.raises(ValueError, match="full_finetuning=True: .* is an adapter, whose base stays frozen; merge it"):
         load(str(adapter), full_finetuning=True)
+    with pytest.raises(ValueError, match="resize_model_vocab=200: .* is an adapter, which has the vocabulary"):
+        load(str(adapter), resize_model_vocab=200)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for base, message in (
         ("/gone/model", "the base of the adapter .* is '/gone/model', which is not there"),

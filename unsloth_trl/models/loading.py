@@ -133,6 +133,11 @@ class FastLanguageModel:
                     f"full_finetuning=True: {model_name} is an adapter, whose base stays frozen; merge it first "
                     "(save_pretrained_merged) and load the result"
                 )
+            if resize_model_vocab is not None:
+                raise ValueError(
+                    f"resize_model_vocab={resize_model_vocab}: {model_name} is an adapter, which has the vocabulary "
+                    "that it was trained with; leave it out"
+                )
             source = base_of(adapter, source)
         if source.gguf_file:
             require_gguf()
