@@ -1,15 +1,16 @@
 """What the launchers of all Triton kernels ask. Imports no Triton: it may not be there."""
 
-import functools
 import importlib.util
 
 import torch
 
 
-@functools.cache
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # once, and not where a compiler looks on
+
+
 def has_triton() -> bool:
     """Whether the kernels can be imported."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 def use_kernels(x: torch.Tensor) -> bool:

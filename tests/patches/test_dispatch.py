@@ -77,3 +77,19 @@ def test_what_can_be_an_op_of_a_graph(card):
     assert not dispatch.fits_graph("auto", head, head, None, None, 0.1)
     assert not dispatch.fits_graph("sdpa", head, head, None, None, 0.0)
     assert not dispatch.fits_graph("flash_attention_2", head, head, 30.0, None, 0.0)
+
+
+def test_a_compiler_can_ask(card):
+    """The question is part of a layer's graph, and interrupts it nowhere."""
+
+    def ask(x):
+        head = torch.empty(1, 2, 8, 64, dtype=torch.float16)
+        fits = (
+            dispatch.takes_fused(torch.device("cuda"), head.dtype),
+            dispatch.prefers_fused(torch.device("cuda"), head.dtype),
+        )
+        return x + 2 * fits[0] + fits[1]
+
+    torch._dynamo.reset()
+    found = torch.compile(ask, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert found.item() == (0 if card < (8, 0) else 3 if card == (9, 0) else 2)
