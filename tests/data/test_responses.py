@@ -6,6 +6,8 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import unsloth_trl
 from tests.data.chat_tokenizers import ANSWERS, FAMILIES, PLAIN, QUESTIONS, chat_tokenizer, make_tokenizer
@@ -160,6 +162,22 @@ def test_markers_that_merge_with_their_surroundings():
     assert found < len(ANSWERS)
     learned = runs(tokenizer, ids, ResponseMask(tokenizer, parts, {tokenizer.eos_token_id}).mask(ids, ids)[0])
     assert [text.strip() for text in learned] == [*map(str.strip, ANSWERS[:3]), ANSWERS[3] + "<eos>"]
+
+
+def test_a_token_with_the_end_of_a_response_and_the_next_marker():
+    """It is learned: without it the response would not end as it does."""
+    merges = [("!", "#"), ("!#", "#")]
+    alphabet = sorted({*"### Q:\n### A:\nBlue!Who?", *"<eos>"})
+    vocab = {token: i for i, token in enumerate(["<eos>", *alphabet, "!#", "!##"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab, merges)), eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    text = "### Q:\nWho?### A:\nBlue!### Q:\nWho?### A:\nBlue<eos>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and "!##" in tokenizer.convert_ids_to_tokens(ids)
+    mask = ResponseMask(tokenizer, ChatParts("### Q:\n", "### A:\n"), {tokenizer.eos_token_id})
+    assert runs(tokenizer, ids, mask.mask(ids, ids)[0]) == ["Blue!##", "Blue<eos>"]
 
 
 @pytest.mark.parametrize("family", ["chatml", "gemma"])
