@@ -142,6 +142,7 @@ def push_merged(base: str, repo_id: str, token: str | None = TOKEN, seed: int = 
     from unsloth_trl.hub.push import push_to_hub_merged
 
     model, tokenizer = adapted(base, seed)
+    tokenizer = tokenizer if options.pop("with_tokenizer", True) else None
     if options.get("save_method") != "lora":
         options = {"dtype": torch.float32} | options
     return push_to_hub_merged(model, repo_id, tokenizer, token=token, **options).oid

@@ -5,6 +5,8 @@ import inspect
 import json
 import pickle
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -261,6 +263,20 @@ def test_b60_the_name_in_the_adapter_counts_first(tmp_path):
     assert base_of(trainer.model) == BaseModel(path=str(tmp_path))
     trainer.model.peft_config["default"].base_model_name_or_path = "owner/other"
     assert base_of(trainer.model) == BaseModel(repo_id="owner/other")
+
+
+def test_b60_the_warning_needs_no_trainer(tmp_path):
+    """accelerate's logger raises in a process without its state, such as that of `unsloth-trl merge`."""
+    code = (
+        "from unsloth_trl.hub.card import BaseModel, warn_of_local_base\n"
+        "warn_of_local_base(BaseModel(path='/home/me/model'), 'owner/name', False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert (
+        "Pushing to owner/name: the base model is known only as the folder '/home/me/model', so the card"
+        in done.stderr
+    )
 
 
 def test_several_datasets_are_named_each(tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.hub import hub_client
 from tests.hub.hub_client import TOKEN
-from tests.hub.hub_server import HubServer
+from tests.hub.hub_server import HubServer, Repo
 from unsloth_trl.hub.kinds import kinds_among
 
 
@@ -218,7 +218,8 @@ def test_an_adapter_alone(hub, base, tmp_path):
     succeed(hub.run(hub_client.push_merged, base, "someone/lora", save_method="lora"))
     assert hub.repos["someone/lora"].private is None  # what the account has set
     files = files_of(hub, "someone/lora")
-    assert list(kinds_among(files)) == ["adapter"] and TOKENIZER <= files
+    assert files == BESIDE | {"adapter_config.json", "adapter_model.safetensors"}
+    assert_usable_tokenizer(write(hub, "someone/lora", tmp_path), base)
     config = json.loads(hub.repos["someone/lora"].files["adapter_config.json"])
     assert config["base_model_name_or_path"] == "someone/tiny"
 
@@ -252,6 +253,22 @@ def test_b63_every_chat_template_of_a_tokenizer_is_pushed(hub, tmp_path):
             "tools",
         }
         assert not (folder / "merged_16bit").exists()
+
+
+def test_b63_a_public_repository_gets_nothing_private(hub, base, tmp_path):
+    hub.repos["someone/public"] = Repo(private=False)
+    error = fail(hub.run(hub_client.push_merged, base, "someone/public", private=True))
+    assert "the repository someone/public exists and is public, and private=True cannot change that" in error
+    where = {"push_to_hub": True, "hub_model_id": "someone/public", "hub_private_repo": True}
+    assert "exists and is public" in fail(hub.run(hub_client.make_trainer, base, str(tmp_path / "out"), **where))
+    assert not files_of(hub, "someone/public") and not hub.uploads
+    succeed(hub.run(hub_client.push_merged, base, "someone/public"))
+    assert "model.safetensors" in files_of(hub, "someone/public")
+
+
+def test_b63_no_tokenizer_is_said(hub, base):
+    _, said, error = hub.run(hub_client.push_merged, base, "someone/alone", with_tokenizer=False)
+    assert not error and "someone/alone gets no tokenizer, and will not load without one: pass tokenizer=" in said
 
 
 def test_b62_a_repository_gets_one_kind(hub, base, tmp_path, trained):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -10,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate.logging import get_logger
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # accelerate's would need a process state
 
 TEMPLATES = Path(__file__).parent / "templates"
 VERSIONS_HEADING = "### Framework versions"

@@ -1,5 +1,6 @@
 """Merged weights and GGUF files to the Hub: a repository first, then the files, then one upload."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,8 +16,10 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from .card import BaseModel, base_of, mend_base, warn_of_local_base, write_export_card
 from .kinds import FILES, kinds_among, refuse_other_kinds_on_hub
-from .refusals import explain_refusal
+from .refusals import explain_refusal, refuse_public
 
+
+logger = logging.getLogger(__name__)  # accelerate's would need a process state
 
 # of how many files the weights were cut into: an earlier push may have left more of them
 _STALE = ("model-*-of-*.safetensors", "model.safetensors", "model.safetensors.index.json")
@@ -47,7 +50,7 @@ def push_to_hub_merged(
         save_method (`str`, *optional*, defaults to `"merged_16bit"`): Or `"lora"`; see `save_pretrained_merged`.
         token (`str`, *optional*): Of the Hub; by default the one of `hf auth login`. It is not written to any file.
         private (`bool`, *optional*): Visibility of a new repository; by default what the account has set. A repository
-            that exists keeps its own.
+            that exists keeps its own, which may not be public with `True`.
         commit_message (`str`, *optional*): Of the upload.
         tags (`Sequence[str]`, *optional*): For the card, beside `"unsloth_trl"`.
         merge_options: Passed on to `save_pretrained_merged`.
@@ -57,7 +60,8 @@ def push_to_hub_merged(
 
     Raises:
         PermissionError: If the Hub refuses the token.
-        ValueError: If the repository holds an adapter and is to get weights, or the other way round.
+        ValueError: If the repository holds an adapter and is to get weights, or the other way round, or if it exists,
+            is public, and `private=True`.
         OSError: If the upload fails; what was uploaded by then is not uploaded again by the next try.
     """
     kind = "adapter" if save_method == "lora" else "merged"
@@ -66,6 +70,8 @@ def push_to_hub_merged(
         from .merge import save_pretrained_merged
 
         save_pretrained_merged(model, folder, tokenizer, save_method=save_method, **merge_options)
+        if kind == "adapter":
+            save_generation_config(model, folder)
 
     return _push(
         model,
@@ -151,15 +157,21 @@ def _push(
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    made = upload_model(
-        folder,
-        repo_id,
-        kind,
-        base,
-        token=token,
-        commit_message=commit_message,
-        tags=[*_trainer_tags(model), *tags],
-    )
+    try:
+        made = upload_model(
+            folder,
+            repo_id,
+            kind,
+            base,
+            token=token,
+            commit_message=commit_message,
+            tags=[*_trainer_tags(model), *tags],
+        )
+    except OSError:
+        raise  # the message says where the files are
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     shutil.rmtree(scratch, ignore_errors=True)
     return made
 
@@ -178,16 +190,27 @@ def prepare_repository(repo_id: str, kind: str, *, token: str | None = None, pri
 
     Raises:
         PermissionError: If the Hub refuses the token.
-        ValueError: If the repository holds another kind.
+        ValueError: If the repository holds another kind, or is public already and is to be private.
     """
-    api = HfApi(token=token)
     try:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
+        refuse_public(repo_id, private, token)
         refuse_other_kinds_on_hub(repo_id, kind, token)
     except HfHubHTTPError as error:
         explain_refusal(error, repo_id)
         raise
     return repo_id
+
+
+def save_generation_config(model: nn.Module, folder: str | Path) -> None:
+    """Save the generation config beside an adapter: PEFT saves none, and generation would not stop as the base does."""
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return
+    try:
+        generation.save_pretrained(folder)
+    except ValueError as error:  # settings that contradict each other
+        logger.warning(f"generation_config.json was not saved: {str(error).splitlines()[0]}")
 
 
 def lay_out_gguf(folder: Path, merged: Path | None = None) -> None:
@@ -239,6 +262,8 @@ def upload_model(
         raise ValueError(
             f"{folder} is to hold {kind} files ({', '.join(FILES[kind])}) only, and has {found or 'none'}"
         )
+    if not (folder / "tokenizer_config.json").is_file():
+        logger.warning(f"{repo_id} gets no tokenizer, and will not load without one: pass tokenizer=")
     warn_of_local_base(base, repo_id, kind == "adapter")
     mend_base(folder, base)
     tags = [*tags, "gguf"] if kind == "gguf" else tags

@@ -1,7 +1,8 @@
-"""What to do when the Hub says no."""
+"""When the Hub says no, and when we do."""
 
 from typing import NoReturn
 
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 
@@ -30,3 +31,20 @@ def explain_refusal(error: HfHubHTTPError, repo_id: str, next_step: str | None =
             f"repository of your own or of an organization that you belong to{then}"
         ) from error
     return None
+
+
+def refuse_public(repo_id: str, private: bool | None, token: str | None) -> None:
+    """
+    Args:
+        repo_id (`str`): A repository that exists, maybe since long ago: making it again does not change who sees it.
+        private (`bool`, *optional*): What was asked for.
+        token (`str`, *optional*): Of the Hub.
+
+    Raises:
+        ValueError: If it was to be private and everyone sees it.
+    """
+    if private and not HfApi(token=token).repo_info(repo_id).private:
+        raise ValueError(
+            f"the repository {repo_id} exists and is public, and private=True cannot change that: make it private in "
+            "its settings on the Hub, or push to another one"
+        )

@@ -19,7 +19,8 @@ from ..hub.card import (
     write_run_card,
 )
 from ..hub.kinds import refuse_other_kinds, refuse_other_kinds_on_hub
-from ..hub.refusals import explain_refusal
+from ..hub.push import save_generation_config
+from ..hub.refusals import explain_refusal, refuse_public
 from .measurement import RunMeasurement
 
 
@@ -57,6 +58,7 @@ class Publishing:
         token = token if token is not None else self.args.hub_token
         try:
             super().init_hf_repo(token=token, private=private)
+            refuse_public(self.hub_model_id, self.args.hub_private_repo if private is None else private, token)
             refuse_other_kinds_on_hub(self.hub_model_id, self._kind, token, self.args.hub_revision)
         except HfHubHTTPError as error:
             explain_refusal(error, name)
@@ -91,13 +93,8 @@ class Publishing:
         folder = output_dir if output_dir is not None else self.args.output_dir
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         mend_base(folder, base_of(model))
-        generation = getattr(model, "generation_config", None)
-        if is_peft_model(model) and generation is not None:
-            # PEFT saves none, and who loads the adapter would not stop where the base model does
-            try:
-                generation.save_pretrained(folder)
-            except ValueError as error:
-                logger.warning(f"generation_config.json was not saved: {str(error).splitlines()[0]}")
+        if is_peft_model(model):
+            save_generation_config(model, folder)
 
     def create_model_card(
         self,
