@@ -92,7 +92,9 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     )
     for command, what in ((merge, "folder or Hub name of an adapter"), (export, "folder or Hub name of either")):
         command.add_argument("model", metavar="MODEL", help=what)
-        command.add_argument("output", metavar="FOLDER", help="where to write; what it has of an earlier run is replaced")
+        command.add_argument(
+            "output", metavar="FOLDER", help="where to write; what it has of an earlier run is replaced"
+        )
         command.add_argument(
             "--base", metavar="NAME_OR_FOLDER", help="base model (default: the one the adapter names)"
         )

@@ -203,7 +203,7 @@ def prepare_repository(repo_id: str, kind: str, *, token: str | None = None, pri
 
 
 def save_generation_config(model: nn.Module, folder: str | Path) -> None:
-    """Save the generation config beside an adapter: PEFT saves none, and generation would not stop as the base does."""
+    """Save the generation config beside an adapter: PEFT saves none, and whoever loads it would stop elsewhere."""
     generation = getattr(model, "generation_config", None)
     if generation is None:
         return
