@@ -53,7 +53,7 @@ class Measured:
         where += f", {self.num_processes} processes" if self.num_processes > 1 else ""
         if (speed := self.tokens_per_second) is not None:
             made.append(
-                f"{speed:,.0f} tokens a second on {where}: {what}, over {self.steps} steps after {self.warm_up} to "
+                f"{speed:,.0f} tokens a second on {where}: {what}, over {self.steps} step{'' if self.steps == 1 else 's'} after {self.warm_up} to "
                 "warm up, without evaluations and checkpoints"
             )
         if self.peak_memory is not None:
