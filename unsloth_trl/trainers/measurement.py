@@ -52,9 +52,9 @@ class Measured:
         where = self.device or "CPU"
         where += f", {self.num_processes} processes" if self.num_processes > 1 else ""
         if (speed := self.tokens_per_second) is not None:
+            steps = f"{self.steps} step{'' if self.steps == 1 else 's'} after {self.warm_up} to warm up"
             made.append(
-                f"{speed:,.0f} tokens a second on {where}: {what}, over {self.steps} step{'' if self.steps == 1 else 's'} after {self.warm_up} to "
-                "warm up, without evaluations and checkpoints"
+                f"{speed:,.0f} tokens a second on {where}: {what}, over {steps}, without evaluations and checkpoints"
             )
         if self.peak_memory is not None:
             gib = f"{self.peak_memory / 2**30:.2f} GiB"
