@@ -1,11 +1,12 @@
 """The README's table of results, rendered from `results/<gpu>.jsonl`.
 
-`python tests/benchmarks/table.py` prints it; `python -m tests.packaging.readme` writes it into the README.
+`python -m tests.benchmarks.table` prints it; `python -m tests.packaging.readme` writes it into the README.
 """
 
 import json
 import pathlib
 
+from tests.benchmarks import parts
 from unsloth_trl import GRPOConfig, PatchConfig
 
 
@@ -171,7 +172,7 @@ def _tokens(row: dict) -> int:
 
 
 def render() -> str:
-    """A table for each model and way of timing, each run of checkpoint policies, each GRPO shape, and of what fits."""
+    """Tables: each model and way of timing, runs of checkpoint policies, each GRPO shape, what fits, single parts."""
     rows = load()
     sft = [row for row in rows if "task" not in row and not _is_limit(row)]
     grpo = [row for row in rows if row.get("task") == "grpo" and not _is_limit(row)]
@@ -187,6 +188,7 @@ def render() -> str:
         + [_policies(group) for _, group in sorted(turns.items())]
         + [_grpo(group) for group in _newest_beside_trl(grpo, *grpo_keys)]
         + ([_limits(limits)] if limits else [])
+        + parts.render(rows, _where)
     )
 
 
