@@ -22,6 +22,7 @@ _PUBLIC = {
     "apply_patches": "unsloth_trl.patches.registry",
     "dequantize_experts": "unsloth_trl.patches.quantization.experts",
     "load_in_4bit": "unsloth_trl.patches.quantization.loading",
+    "save_pretrained_merged": "unsloth_trl.hub.merge",
     "train_on_responses_only": "unsloth_trl.data.responses",
 }
 
@@ -39,6 +40,7 @@ __all__ = [
     "apply_patches",
     "dequantize_experts",
     "load_in_4bit",
+    "save_pretrained_merged",
     "train_on_responses_only",
 ]
 

@@ -22,13 +22,13 @@ def keep(grads, name, p):
 
 
 class SyncDebug(TrainerCallback):
-    """Any host synchronisation in steps 2 to 9 raises."""
+    """Any host synchronisation in steps 4 to 9 raises: the two before them are warm-up, at whose end a clock is set."""
 
     def __init__(self):
         self.watched = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
+        if state.global_step == 3:
             torch.cuda.set_sync_debug_mode("error")
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -71,7 +71,7 @@ def test_no_host_synchronisation(model_type, packing, lora):
         trainer.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert watch.watched == 8
+    assert watch.watched == 6
     kernel = "triton" if torch.cuda.get_device_capability()[0] == 9 else "flash_attention_2"
     assert f"packed rows: {kernel}" in str(trainer.patch_report)
     assert trainer.state.log_history[0]["loss"] > 0
