@@ -172,8 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return options.run(options)
-    except KeyboardInterrupt:
-        print(f"unsloth-trl {options.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        print(f"unsloth-trl {options.command}: {interruption or 'interrupted'}", file=sys.stderr)
         return 130
     except Exception as error:
         if options.debug or not _is_users(error):

@@ -44,6 +44,9 @@ class PatchArguments:
             Raise instead of warning when the model's architecture is not verified.
         allow_unverified (`bool`, *optional*, defaults to `False`):
             Pack on an architecture that is not verified, at your own risk.
+        save_on_interrupt (`bool`, *optional*, defaults to `False`):
+            The first Ctrl-C (SIGINT) finishes the step and saves a checkpoint, and `train` then raises
+            `KeyboardInterrupt` with its name. The second one stops at once.
     """
 
     patches: Literal["auto", "none"] = field(
@@ -89,6 +92,9 @@ class PatchArguments:
     )
     allow_unverified: bool = field(
         default=False, metadata={"help": "Pack on an architecture that is not verified, at your own risk."}
+    )
+    save_on_interrupt: bool = field(
+        default=False, metadata={"help": "The first Ctrl-C finishes the step and saves; the second stops at once."}
     )
 
     # A trainer writes its config into training_args.bin, and that file is pushed: the token stays out of pickles.

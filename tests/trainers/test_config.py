@@ -32,6 +32,7 @@ OURS = {
     "cuda_graphs": "on",
     "strict": True,
     "allow_unverified": True,
+    "save_on_interrupt": True,
 }
 CPU = {"use_cpu": True, "bf16": False}
 
@@ -57,6 +58,7 @@ def test_defaults():
         "cuda_graphs": "auto",
         "strict": False,
         "allow_unverified": False,
+        "save_on_interrupt": False,
     }
 
 

@@ -40,6 +40,7 @@ from .construction import (
     setting,
     take_off_earlier_patches,
 )
+from .generation_cycle import GenerationCycle
 from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
 from .publishing import Publishing
 from .rollouts import EmptyCompletions
@@ -67,7 +68,7 @@ class TokenCounts:
     padded: int = 0
 
 
-class GRPOTrainer(Publishing, MemoryPlanning, trl.GRPOTrainer):
+class GRPOTrainer(GenerationCycle, Publishing, MemoryPlanning, trl.GRPOTrainer):
     """
     `trl.GRPOTrainer` in which the prompt of a group goes through the model once per pass, and padding never does. Same
     arguments, same losses, same adapters: rollouts, rewards and all loss mathematics are TRL's.
@@ -121,6 +122,7 @@ class GRPOTrainer(Publishing, MemoryPlanning, trl.GRPOTrainer):
         self.token_counts = TokenCounts()
         super().__init__(model, reward_funcs, args, *trl_args, **trl_kwargs)
         self._start_publishing()
+        self._start_saving()
         self._head_temperature = self.temperature  # as in TRL's head, which keeps the one that it was made with
         if not self._patched:
             self._refusal = "patches='none'"

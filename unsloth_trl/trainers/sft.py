@@ -33,6 +33,7 @@ from .construction import (
 from .metrics import DeviceMetrics
 from .planning import MemoryPlanning, settle_policy, why_not_checkpoint
 from .publishing import Publishing
+from .saving import Saving
 
 
 logger = get_logger(__name__)
@@ -51,7 +52,7 @@ class _RestoreNanFilter(TrainerCallback):
     on_pre_optimizer_step = on_substep_end = on_step_end = _restore
 
 
-class SFTTrainer(Publishing, MemoryPlanning, trl.SFTTrainer):
+class SFTTrainer(Saving, Publishing, MemoryPlanning, trl.SFTTrainer):
     """
     `trl.SFTTrainer` with packed attention, a head that is told where the labels are, and metrics that stay on the
     device until they are logged. Same arguments, same losses, same adapters.
@@ -104,6 +105,7 @@ class SFTTrainer(Publishing, MemoryPlanning, trl.SFTTrainer):
         self._modules: list[torch.nn.Module] = []  # of the model being trained, for `training_step`
         self._flops_per_token: float | None = None
         self._start_publishing()
+        self._start_saving()
         if not self._patched:
             self.patch_report = PatchReport(base_model(self.model), [PatchEntry("all", (), "patches='none'")])
             return
@@ -323,6 +325,12 @@ class SFTTrainer(Publishing, MemoryPlanning, trl.SFTTrainer):
     def _tokens_trained(self) -> int:
         self._drain("train")
         return self._total_train_tokens
+
+    def _progress(self) -> dict[str, int]:
+        return {"num_tokens": self._tokens_trained()}
+
+    def _set_progress(self, progress: dict[str, int]) -> None:
+        self._total_train_tokens = progress["num_tokens"]
 
     def _record(self, mode: str, row) -> None:
         """One micro-batch into TRL's own metric lists, as its `compute_loss` would have done."""

@@ -1,0 +1,140 @@
+"""Checkpoints on disk: which of them are complete, and how one gets its name only when it is."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+
+# Beside the checkpoints. Pushes of the output folder leave out names that begin with an underscore, and neither
+# rotation nor `resume_from_checkpoint=True` looks into it.
+ASIDE = "_incomplete"
+_REPLACED = "replaced"
+_PUT_ASIDE = "_interrupted-"
+# the mark of transformers' `enable_jit_checkpoint`
+_MARK = "checkpoint-is-incomplete.txt"
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end: the state of the Trainer is the last file of it."""
+    if (checkpoint / _MARK).exists():
+        return False
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The folders `checkpoint-N` of an output folder, by step."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if path.is_dir()]
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step, or `None`."""
+    return next((path for path in reversed(list_checkpoints(folder)) if is_complete(path)), None)
+
+
+def set_incomplete_aside(folder: Path) -> list[Path]:
+    """
+    Rename checkpoints whose save was interrupted, so that they are neither resumed from nor counted.
+
+    Args:
+        folder (`Path`): The output folder.
+
+    Returns:
+        `list[Path]`: Their new names.
+    """
+    renamed = []
+    for checkpoint in list_checkpoints(folder):
+        if not is_complete(checkpoint):
+            target = folder / f"{_PUT_ASIDE}{checkpoint.name}"
+            _remove(target)
+            renamed.append(checkpoint.rename(target))
+    return renamed
+
+
+def clear_aside(folder: Path) -> list[str]:
+    """
+    Remove what an interrupted save has left. A checkpoint that was about to be replaced gets its name back.
+
+    Args:
+        folder (`Path`): The output folder.
+
+    Returns:
+        `list[str]`: Names of the checkpoints that were incomplete.
+    """
+    aside = folder / ASIDE
+    if not aside.is_dir():
+        return []
+    for replaced in list_checkpoints(aside / _REPLACED):
+        if not (folder / replaced.name).exists():
+            replaced.rename(folder / replaced.name)
+    incomplete = [path.name for path in list_checkpoints(aside)]
+    _remove(aside)
+    return incomplete
+
+
+def put_in_place(checkpoint: Path, folder: Path) -> Path:
+    """
+    Give a complete checkpoint its name: what was written is on the disk before, and the rename is atomic.
+
+    Args:
+        checkpoint (`Path`): The folder in `ASIDE`.
+        folder (`Path`): The output folder.
+
+    Returns:
+        `Path`: Its new place. A folder of that name is replaced.
+    """
+    _flush([*checkpoint.rglob("*"), checkpoint])
+    target = folder / checkpoint.name
+    if target.exists():
+        replaced = checkpoint.parent / _REPLACED
+        replaced.mkdir(exist_ok=True)
+        target.rename(replaced / target.name)
+    checkpoint.rename(target)
+    _flush([folder])
+    return target
+
+
+def _remove(folder: Path) -> None:
+    # another process of this run may be at it too
+    def unless_gone(function, path, info) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            raise info[1]
+
+    shutil.rmtree(folder, onerror=unless_gone)
+
+
+def _flush(paths: list[Path]) -> None:
+    """Wait until files and folders are on the disk; a disk that is full may say so only now."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    for path in paths:
+        with _opened(path) as descriptor:
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # file systems without it
+                    raise
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
