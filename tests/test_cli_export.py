@@ -1,5 +1,7 @@
 """`unsloth-trl merge` and `export-gguf`: from an adapter's folder to weights that others run."""
 
+import shutil
+
 import gguf
 import pytest
 import torch
@@ -7,8 +9,8 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.hub.gguf_models import byte_level_tokenizer, model_folder, read_tensors, split_steps
-from tests.tiny import lora_config
-from unsloth_trl import cli
+from tests.tiny import lora_config, tiny_model, tiny_tokenizer
+from unsloth_trl import FastLanguageModel, cli
 
 
 IDS = torch.tensor([[7, 60, 99, 300]])
@@ -74,6 +76,44 @@ def test_another_base_can_be_named(folders, merged, tmp_path, capsys):
     assert torch.equal(logits_of(tmp_path / "out"), logits_of(merged))
 
 
+def test_rows_for_new_tokens_and_for_padding(tmp_path):
+    """131 entries in 192 rows: what counts is what the adapter was trained with, not how long its tokenizer is."""
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    model.save_pretrained(tmp_path / "base")  # without a tokenizer, which the adapter has
+    tokenizer.add_tokens(["<a>", "<b>", "<c>"])
+    model.resize_token_embeddings(192)
+    config = lora_config("llama", init_lora_weights=False, modules_to_save=["embed_tokens", "lm_head"])
+    model = get_peft_model(model, config).eval()
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert cli.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    ids = torch.tensor([[9, 128, 130, 60]])
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        got = merged(input_ids=ids).logits
+    assert got.shape[-1] == 192 and (got - expected).norm() < 0.02 * expected.norm()
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 131
+    loaded, own = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), 64, load_in_4bit=False)
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=ids).logits, expected, atol=1e-5) and len(own) == 131
+
+
+def test_a_base_in_a_gguf_file(folders, tmp_path):
+    folder, _ = folders
+    assert cli.main(["export-gguf", str(folder / "base"), str(tmp_path), "--quantization_method", "f32"]) == 0
+    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "base-F32.gguf"), 64, load_in_4bit=False)
+    torch.manual_seed(0)
+    model = FastLanguageModel.get_peft_model(model, r=4, init_lora_weights=False).eval()
+    model.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+    assert cli.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    got, plain = logits_of(tmp_path / "merged"), logits_of(folder / "base")
+    assert (got - expected).norm() < 0.02 * expected.norm() < 0.2 * (plain - expected).norm()
+
+
 def test_gguf_of_an_adapter_and_of_merged_weights_is_the_same(folders, merged, tmp_path, capsys):
     folder, _ = folders
     for source in (folder / "adapter", merged):
@@ -92,6 +132,16 @@ def test_gguf_of_an_adapter_and_of_merged_weights_is_the_same(folders, merged, t
     tensors = read_tensors(tmp_path / "my-model" / "my-model-F16.gguf")
     expected = weights["model.layers.1.mlp.down_proj.weight"].numpy()
     assert abs(tensors["blk.1.ffn_down.weight"].reshape(expected.shape) - expected).max() < 1e-3
+
+
+def test_b62_a_folder_with_two_kinds_is_refused(folders, merged, tmp_path, capsys):
+    folder, _ = folders
+    both = shutil.copytree(merged, tmp_path / "both")
+    shutil.copytree(folder / "adapter", both, dirs_exist_ok=True)
+    for command in ("merge", "export-gguf"):
+        error = error_of([command, str(both), str(tmp_path / "out")], capsys)
+        assert f"{both} holds an adapter (adapter_config.json, adapter_model.safetensors) and a whole model" in error
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard
-from peft import PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from peft import PeftConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from .cli import CommandError
 from .hub.card import BaseModel, base_of, is_local
+from .hub.checkpoints import check_one_kind
 from .hub.push import lay_out_gguf, prepare_repository, upload_model
 
 
@@ -65,8 +67,10 @@ def _adapter(name: str) -> PeftConfig | None:
     folder = Path(name)
     if is_local(name) and not folder.is_dir():
         raise CommandError(f"{name}: there is no such folder")
-    if folder.is_dir() and not (folder / "adapter_config.json").is_file():
-        return None
+    if folder.is_dir():
+        check_one_kind(folder)
+        if not (folder / "adapter_config.json").is_file():
+            return None
     try:
         return PeftConfig.from_pretrained(name)
     except ValueError as error:
@@ -76,27 +80,32 @@ def _adapter(name: str) -> PeftConfig | None:
 
 
 def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model with its adapter, or the whole model, and its tokenizer."""
-    from .patches.quantization.loading import register_nf4_experts
+    """The model with its adapter, or the whole model, and its tokenizer; as `FastLanguageModel` loads them."""
+    from .models.loading_adapters import load_tokenizer, with_adapter
+    from .models.loading_sources import find_source
+    from .models.loading_weights import Loading, load_weights, require_gguf
 
-    register_nf4_experts()  # the base may have been saved with experts in 4 bits
     whole = options.base or (options.model if adapter is None else adapter.base_model_name_or_path)
     if not whole:
         raise CommandError(f"{options.model} does not say which base model it is for: pass --base")
-    if is_local(whole) and not Path(whole).is_dir():
+    if is_local(whole) and not Path(whole).exists():
         raise CommandError(f"the base model of {options.model} is the folder {whole}, which is not here: pass --base")
-    how = {"trust_remote_code": options.trust_remote_code}
     revision = adapter.revision if adapter is not None and options.base is None else None
-    model = AutoModelForCausalLM.from_pretrained(whole, dtype=options.dtype, revision=revision or "main", **how)
+    source, own_code = find_source(whole, **({"revision": revision} if revision else {})), options.trust_remote_code
+    if source.gguf_file:
+        require_gguf()
+    dtype = getattr(torch, options.dtype, options.dtype)
+    if source.gguf_file and dtype == "auto":
+        dtype = torch.float32  # the file's own types are no dtypes, and merged weights are rounded afterwards
+    config = AutoConfig.from_pretrained(source.name, trust_remote_code=own_code, **source.kwargs)
+    model_options = {"trust_remote_code": True} if own_code else {}
+    model = load_weights(source, config, Loading(dtype, 16, None, None, model_options))
+    model.name_or_path = model.config._name_or_path = source.label
     if adapter is None:
-        return model, AutoTokenizer.from_pretrained(whole, **how)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model, **how)
-    except (OSError, ValueError):
-        tokenizer = AutoTokenizer.from_pretrained(whole, **how)  # an adapter that was saved without one
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))  # tokens were added before training, as PEFT's Auto classes do
-    return PeftModel.from_pretrained(model, options.model), tokenizer
+        return model, load_tokenizer(source, own_code)
+    adapter_source = find_source(options.model)
+    tokenizer = load_tokenizer(source, own_code, adapter_source)
+    return with_adapter(model, tokenizer, adapter, adapter_source, own_code)
 
 
 def _repository(options: argparse.Namespace, kind: str) -> str | None:

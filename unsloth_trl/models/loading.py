@@ -153,7 +153,7 @@ class FastLanguageModel:
         model = load_weights(source, config, Loading(chosen, bits, device_map, quantization_config, options))
         # PEFT reads the attribute, transformers writes the config
         model.name_or_path = model.config._name_or_path = source.label
-        tokenizer = load_tokenizer(source, trust_remote_code)
+        tokenizer = load_tokenizer(source, trust_remote_code, None if adapter is None else adapter_source)
         if adapter is not None:
             model, tokenizer = with_adapter(model, tokenizer, adapter, adapter_source, trust_remote_code)
         base = base_model(model)

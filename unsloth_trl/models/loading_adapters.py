@@ -83,8 +83,14 @@ def same_adapter(
     return f"the model has this adapter already ({name!r}): it is trained on"
 
 
-def load_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
+def load_tokenizer(source: Source, trust_remote_code: bool, adapter: Source | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a source, or that of the adapter on it where the source was saved without one."""
+    try:
+        return AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
+    except (OSError, ValueError):
+        if adapter is None or adapter.file("tokenizer_config.json") is None:
+            raise
+        return load_tokenizer(adapter, trust_remote_code)
 
 
 def with_adapter(
