@@ -31,6 +31,14 @@ class LabelledForward(OwnForward[PreTrainedModel]):
         self.frozen_head = frozen_head
         self.active = True
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        # TRL's fused head has the forward of the model that it was put on in its closure, which is not copied: in a
+        # copy, calls that are not its own would run with the other model's weights
+        cells = getattr(getattr(self.inner, "__func__", None), "__closure__", None) or ()
+        if any(isinstance(getattr(cell.cell_contents, "__self__", None), nn.Module) for cell in cells):
+            self.inner = None
+
     @property
     def __signature__(self) -> inspect.Signature:
         # `generate` and the trainer check keyword arguments against the model's own signature

@@ -443,3 +443,31 @@ def test_a_second_trainer_on_the_same_model(tmp_path):
     third = runs.trainer(tmp_path, trl.SFTTrainer, model=model, packing=True, max_steps=1)
     third.train()
     assert runs.log_of(third)[0]["loss"] > 0
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_copy_of_a_trained_model_has_its_own_weights(tmp_path, lora):
+    """TRL's fused head, which stays on the model, finds the model's own forward where a copy does not reach."""
+    init = {"peft_config": lora_config("llama")} if lora else {}
+    trainer = runs.trainer(tmp_path / "first", init=init, max_steps=1)
+    trainer.train()
+    model, ids = trainer.model.eval(), torch.tensor([[5, 9, 11, 4]])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        assert torch.equal(twin(input_ids=ids).logits, before)
+        for parameter in twin.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05)
+        moved = twin(input_ids=ids).logits
+        assert (moved - before).norm() > 0.01 * before.norm() and torch.equal(model(input_ids=ids).logits, before)
+    # a trainer on the copy trains and evaluates the copy
+    second = runs.trainer(tmp_path / "second", model=twin, max_steps=2, learning_rate=0.1)
+    second.train()
+    twin.eval()
+    with torch.no_grad():
+        assert not torch.equal(twin(input_ids=ids).logits, moved)
+        assert torch.equal(model.eval()(input_ids=ids).logits, before)
+    loss = second.evaluate(second.train_dataset)["eval_loss"]
+    fresh = runs.trainer(tmp_path / "third", model=twin)
+    assert loss == pytest.approx(fresh.evaluate(fresh.train_dataset)["eval_loss"], rel=1e-5)
