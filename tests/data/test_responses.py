@@ -7,7 +7,7 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 import unsloth_trl
 from tests.data.chat_tokenizers import ANSWERS, FAMILIES, PLAIN, QUESTIONS, chat_tokenizer, make_tokenizer
@@ -423,6 +423,28 @@ def test_streams(tokenizers, tmp_path):
     assert trainer.response_counts == {} and trainer.train().training_loss > 0
     with pytest.raises(ValueError, match="from the first 6 rows of the train dataset"):
         train_on_responses_only(trainer, "### User:", "### Answer:")
+
+
+def test_streams_lose_rows_without_a_label(tokenizers, tmp_path):
+    """Such a batch is a step with a gradient of zero, which moves the optimizer all the same."""
+    tokenizer = tokenizers["llama3"]
+    rows = [{"messages": chat(2, i)[: 1 if i in (1, 4) else None]} for i in range(6)]
+    trainer = trainer_of(tokenizer, Dataset.from_list(rows).to_iterable_dataset(), tmp_path, shuffle_dataset=False)
+    before = [row["input_ids"] for row in trainer.train_dataset]
+    after = list(train_on_responses_only(trainer).train_dataset)
+    assert all(any(x != IGNORE for x in row["labels"]) for row in after)
+    assert [row["input_ids"] for row in after] == [before[i] for i in (0, 2, 3, 5)]
+
+
+def test_a_collator_that_makes_labels_of_its_own(tokenizers, tmp_path):
+    tokenizer, rows = tokenizers["llama3"], [{"messages": chat(1, 0)}] * 2
+    trainer = trainer_of(tokenizer, rows, tmp_path)
+    trainer.data_collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    with pytest.raises(ValueError, match="data_collator=DataCollatorForLanguageModeling of transformers makes labels"):
+        train_on_responses_only(trainer)
+    trainer.data_collator = DataCollatorForSeq2Seq(tokenizer)
+    batch = next(iter(train_on_responses_only(trainer).get_train_dataloader()))
+    assert (batch["labels"] != IGNORE).sum() == trainer.response_counts["train"].labels > 0
 
 
 def test_works_with_trl_s_own_trainer(tokenizers, tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import trl
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from .accounting import count_tokens
 from .chat_parts import ChatParts, find_parts, first_tokens
@@ -91,10 +91,16 @@ def train_on_responses_only(
     Raises:
         TypeError: If it is no `SFTTrainer`.
         ValueError: If nothing would be learned, naming the parts and showing the start of a row; if a dataset has no
-            `input_ids`; or if the parts cannot be found in the chat template.
+            `input_ids`; if the parts cannot be found in the chat template; or if the trainer's collator makes labels
+            of its own.
     """
     if not isinstance(trainer, trl.SFTTrainer):
         raise TypeError(f"train_on_responses_only is for SFTTrainer; {type(trainer).__name__} has no labels to mask")
+    if isinstance(trainer.data_collator, DataCollatorForLanguageModeling):
+        raise ValueError(
+            "data_collator=DataCollatorForLanguageModeling of transformers makes labels of all tokens, whatever is "
+            "masked here: leave data_collator out, or take DataCollatorForSeq2Seq"
+        )
     if tokenizer is None:
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     eos = getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None)
@@ -328,7 +334,8 @@ def _masked(dataset: Any, mask: ResponseMask, name: str, num_proc: int | None) -
             if all(label == IGNORE for row in labels for label in row[1:]):
                 raise ValueError(_nothing(mask, name, rows[0]["input_ids"], f"the first {len(rows)} rows of "))
         uncounted = ResponseMask(mask.tokenizer, mask.parts, mask.stop, counted=False)
-        return dataset.map(uncounted, batched=True, batch_size=_LOOKED_AT), None
+        masked = dataset.map(uncounted, batched=True, batch_size=_LOOKED_AT)
+        return masked.filter(_has_label, input_columns="labels"), None
     if not isinstance(dataset, Dataset):
         raise ValueError(
             f"the {name} dataset is a {type(dataset).__name__}; use a datasets.Dataset or IterableDataset"
