@@ -1,6 +1,7 @@
 """What the trainers take over from a model of `FastLanguageModel`, and what their own config says against it."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -69,6 +70,29 @@ def test_gradient_checkpointing(tmp_path, choice, policy, checkpoints):
     assert trainer.model.get_base_model().is_gradient_checkpointing == checkpoints
     plan = str(trainer.patch_report)
     assert ("host memory" in plan) == (choice == "unsloth")
+
+
+def test_a_config_that_a_parser_made(tmp_path):
+    """It passes all fields, of which the user gave two."""
+    options = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--report_to", "none"]
+    for more, expected in (([], (48, "offload")), (["--max_length", "50"], (50, "offload"))):
+        (config,) = trl.TrlParser((SFTConfig,)).parse_args_and_config([*options, *more])
+        model = told(use_gradient_checkpointing="unsloth")
+        trainer = SFTTrainer(model, config, train_dataset=runs.dataset(), processing_class=tiny_tokenizer())
+        assert (trainer.args.max_length, trainer.args.checkpoint_policy) == expected
+    config = dataclasses.replace(SFTConfig(**options_of(tmp_path)), seed=1)
+    assert SFTTrainer(told(), config, None, runs.dataset(), processing_class=tiny_tokenizer()).args.max_length == 48
+
+
+def test_a_field_that_was_set_afterwards(tmp_path):
+    config = SFTConfig(**options_of(tmp_path))
+    config.max_length = 50
+    trainer = SFTTrainer(told(), config, None, runs.dataset(), processing_class=tiny_tokenizer())
+    assert trainer.args.max_length == 50
+
+
+def options_of(output_dir):
+    return {"output_dir": str(output_dir), "use_cpu": True, "bf16": False, "report_to": "none"}
 
 
 def test_grpo_too(tmp_path):

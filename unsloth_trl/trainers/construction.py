@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def follow_model(model: Any, args: Any) -> Any:
         model (`str`, `PreTrainedModel` or `PeftModel`): `max_seq_length` becomes `max_length`;
             `use_gradient_checkpointing=False` turns `gradient_checkpointing` off, `True` is
             `checkpoint_policy="recompute"`, and `"unsloth"` is `"offload"`.
-        args: The trainer's config. Fields that it was made with stay; in TRL's own config, which does not say, those
-            that are not the default.
+        args: The trainer's config. Fields that it was made with, or that are not the default, stay; in TRL's own
+            config, and in one that a parser made, which do not say what they were told, the latter.
     """
     if isinstance(model, str):
         return args
@@ -69,9 +70,13 @@ def follow_model(model: Any, args: Any) -> Any:
 
 
 def _given(args: Any, name: str) -> bool:
-    if (given := getattr(args, "_given", None)) is not None:
-        return name in given or (name == "gradient_checkpointing" and "activation_checkpointing" in given)
-    return getattr(args, name) != getattr(type(args), name)
+    if getattr(args, name) != getattr(type(args), name):
+        return True
+    given = set(getattr(args, "_given", ()))
+    # a parser of the command line and `dataclasses.replace` pass every field, told or not
+    if given.issuperset(field.name for field in fields(args) if field.init):
+        return False
+    return name in given or (name == "gradient_checkpointing" and "activation_checkpointing" in given)
 
 
 def refuse_empty(trl_args: tuple, trl_kwargs: dict) -> None:
