@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
 
 from .saving import Saving
 
@@ -77,13 +78,13 @@ class GenerationCycle(Saving):
         path = self._completions_file(checkpoint)
         if not path.is_file():
             return f"has no {path.name}"
-        saved = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
         for name, value in self._shape().items():
             if saved["shape"][name] != value:
                 return f"was saved with {name}={saved['shape'][name]}, which is {value} now"
         if saved["micro_batches"] != self._step:
             return f"was saved after {saved['micro_batches']} micro-batches, where {self._step} are expected"
-        self._buffered_inputs = saved["inputs"]
+        self._buffered_inputs = send_to_device(saved["inputs"], self.accelerator.device)
         return None
 
     def _micro_batches_before(self, train_dataloader: Any) -> int:

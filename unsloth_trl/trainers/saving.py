@@ -1,6 +1,7 @@
 """What both trainers do for checkpoints: a save that fails or is killed never costs the last good one."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,11 @@ class Saving(Resuming):
             return
         last = last_complete(folder)
         kept = f"{last} is the last good one" if last is not None else "there is no earlier one"
-        again = "make room and resume with resume_from_checkpoint=True" if last is not None else "make room"
+        again = " and resume with resume_from_checkpoint=True" if last is not None else ""
+        free = shutil.disk_usage(folder).free / 2**30
         raise OSError(
-            f"{folder / name} could not be saved: {str(error).strip().splitlines()[0]}. {kept[0].upper()}{kept[1:]}; "
-            f"{again}, or set a lower save_total_limit or save_only_model=True to need less"
+            f"{folder / name} could not be saved: {str(error).strip().splitlines()[0]} ({free:.1f} GiB are free there "
+            f"now); {kept}. Make room{again}; a lower save_total_limit, or save_only_model=True, needs less."
         ) from error
 
     def _where_it_is_saved(self) -> str | None:
@@ -172,7 +174,7 @@ class Saving(Resuming):
 def _is_of_the_disk(error: BaseException) -> bool:
     if isinstance(error, (OSError, SafetensorError)):
         return True
-    # torch.save's writer has no error of its own
+    # torch.save has no error of its own for what its writer meets
     return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("PytorchStreamWriter", "inline_container")
+        words in str(error) for words in ("PytorchStreamWriter", "inline_container", "iostream error")
     )
