@@ -136,6 +136,11 @@ class PatchArguments:
             raise ValueError(
                 "strict=True and allow_unverified=True contradict each other for an unverified architecture; set one"
             )
+        if self.save_on_interrupt and self.save_only_model:
+            raise ValueError(
+                "save_on_interrupt=True with save_only_model=True would save no optimizer to go on with; set "
+                "save_only_model=False"
+            )
 
     def _require_bool(self, *names: str) -> None:
         for name in names:
