@@ -250,11 +250,39 @@ def _rowwise(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def fused_forward(query, key, value, sinks, layout, scale, window, softcap):
+# The name keeps "flash_attn" in it: TRL's selective checkpointing saves ops whose name has it instead of recomputing.
+@torch.library.custom_op("unsloth_trl::flash_attn_fused", mutates_args=())
+def _flash_attn_fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    q_tiles: torch.Tensor,
+    q_spans: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+    blocks: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch_forward(query, key, value, sinks, q_tiles, q_spans, scale, softcap, window, Blocks(*blocks))
+
+
+@_flash_attn_fused.register_fake
+def _(query, key, value, sinks, q_tiles, q_spans, scale, softcap, window, blocks):
+    num_tokens, heads, _ = query.shape
+    return (
+        query.new_empty(num_tokens, heads, value.shape[-1]),
+        query.new_empty((heads, num_tokens), dtype=torch.float32),
+    )
+
+
+def fused_forward(query, key, value, sinks, layout, scale, window, softcap, launch=launch_forward):
     """Output and log-sum-exp `(num_heads, num_tokens)` in fp32; arguments as in `fused_attention`, 0 for no limit."""
     tables, blocks, *_ = _plan(query, key, value, layout)
     query, key, value = map(_rowwise, (query, key, value))
-    return launch_forward(query, key, value, sinks, tables.q_tiles, tables.q_spans, scale, softcap, window, blocks)
+    sinks = None if sinks is None else sinks.contiguous()
+    given = query, key, value, sinks, tables.q_tiles, tables.q_spans
+    return launch(*given, scale, softcap, window, blocks)
 
 
 def fused_backward(grad, query, key, value, sinks, out, lse, layout, scale, window, softcap):
@@ -273,7 +301,7 @@ def fused_backward(grad, query, key, value, sinks, out, lse, layout, scale, wind
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, *settings):
-        out, lse = fused_forward(query, key, value, sinks, *settings)
+        out, lse = fused_forward(query, key, value, sinks, *settings, launch=torch.ops.unsloth_trl.flash_attn_fused)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.settings = settings
         return out

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unsloth_trl.patches.attention import fused
 from unsloth_trl.patches.attention.segments import eager_attend, segment_attention
@@ -106,6 +107,7 @@ def kernels(tensors, layout, window, softcap):
 
 
 def interpreted() -> dict[str, dict]:
+    """Errors of each case, and how often the kernel ran under a checkpoint."""
     from tests.targets import mend_interpreter
 
     mend_interpreter()
@@ -118,7 +120,7 @@ def interpreted() -> dict[str, dict]:
                 "ours": errors(kernels(*inputs), truth),
                 "eager": errors(eager(*inputs, dtype), truth),
             }
-    return results | {"through autograd": through_autograd()}
+    return {"numbers": results | {"through autograd": through_autograd()}, "launches": launches()}
 
 
 def through_autograd() -> dict[str, list[float]]:
@@ -127,9 +129,40 @@ def through_autograd() -> dict[str, list[float]]:
     truth = eager(tensors, layout, window, softcap, torch.float64)
     leaves = [t.requires_grad_() for t in tensors[:4]]
     query, key, value, sinks = leaves
-    out = fused.fused_attention(query, key, value, layout, scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    apart = torch.stack([sinks, torch.full_like(sinks, float("nan"))], dim=1)[:, 0]  # not next to each other in memory
+    out = fused.fused_attention(query, key, value, layout, scale=0.3, window=window, softcap=softcap, sinks=apart)
     found = [out.detach(), *torch.autograd.grad(out, leaves, tensors[4])]
     return {
         "ours": errors(found, truth),
         "eager": errors(eager(tensors, layout, window, softcap, torch.float32), truth),
     }
+
+
+def launches() -> dict[str, int]:
+    """Forwards of the kernel in a backward: of a checkpoint, and of one that saves what TRL's selective one does."""
+    number, launch = [], fused.launch_forward
+
+    def counted(*args):
+        number.append(1)
+        return launch(*args)
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def count(**options) -> int:
+        (query, key, value, _, grad), layout, *_ = draw("group", "gqa", "plain", torch.float32)
+        attend = functools.partial(fused.fused_attention, layout=layout, scale=0.3)
+        leaves = [t.requires_grad_() for t in (query, key, value)]
+        out = checkpoint(lambda *given: attend(*given) * 2, *leaves, use_reentrant=False, **options)
+        expected = torch.autograd.grad(attend(*leaves) * 2, leaves, grad)
+        number.clear()
+        found = torch.autograd.grad(out, leaves, grad)
+        assert all(map(torch.equal, found, expected))
+        return len(number)
+
+    fused.launch_forward = counted
+    selective = functools.partial(create_selective_checkpoint_contexts, policy)
+    try:
+        return {"checkpoint": count(), "selective": count(context_fn=selective)}
+    finally:
+        fused.launch_forward = launch

@@ -85,9 +85,19 @@ def test_a_prompt_with_many_completions_is_divided():
     assert tables.num_slots == 5
 
 
-def test_kernels_interpreted():
+@pytest.fixture(scope="module")
+def interpreted():
     pytest.importorskip("triton")
-    results = in_interpreter("tests.patches.fused_attention_cases")
+    return in_interpreter("tests.patches.fused_attention_cases")
+
+
+def test_selective_checkpointing_saves_what_the_kernel_gave(interpreted):
+    """By TRL's rule: an op whose name has "flash_attn" is saved, all else runs again in the backward."""
+    assert interpreted["launches"] == {"checkpoint": 1, "selective": 0}
+
+
+def test_kernels_interpreted(interpreted):
+    results = interpreted["numbers"]
     assert len(results) > len(CASES)
     for case, found in results.items():
         floor = FLOOR["float16" if "float16" in case else "float32"]
