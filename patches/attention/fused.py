@@ -4,6 +4,7 @@ The choice of blocks is a function of the card, the dtype and the head size; not
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -123,6 +124,18 @@ def _launch(kernel, grid, *args, blocks: Blocks, **constants) -> None:
     )
 
 
+def _on_its_card(launch: Callable) -> Callable:
+    """Triton launches on the current card, which need not be that of the first tensor."""
+
+    @functools.wraps(launch)
+    def launch_there(x: torch.Tensor, *args):
+        with torch.cuda.device_of(x):
+            return launch(x, *args)
+
+    return launch_there
+
+
+@_on_its_card
 def launch_forward(query, key, value, sinks, tiles, spans, scale, softcap, window, blocks):
     """Output and log-sum-exp; tensors as in `fused_attention`, tables as in `Tables`."""
     from . import fused_kernels
@@ -154,6 +167,7 @@ def launch_forward(query, key, value, sinks, tiles, spans, scale, softcap, windo
     return out, lse
 
 
+@_on_its_card
 def launch_backward(grad, query, key, value, out, lse, tables, scale, softcap, window, q_blocks, k_blocks):
     """Gradients of query, key and value, and `<grad, out>` `(heads, num_tokens)`."""
     from . import fused_kernels

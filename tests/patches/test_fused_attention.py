@@ -1,5 +1,6 @@
 """The fused attention kernel: its tables by hand, its numbers in Triton's interpreter, its code for each GPU."""
 
+import contextlib
 from typing import get_args
 
 import pytest
@@ -167,6 +168,31 @@ def test_kernels_compile(target, size, v_size, kind, monkeypatch):
     for kernel, recorder in zip(kernels, recorders, strict=True):
         ((_, args, kwargs),) = recorder.launches
         assert shared_memory(target, kernel, *args, **kwargs) <= target.shared, kernel.__name__
+
+
+def test_kernels_run_on_the_card_of_their_tensors(monkeypatch):
+    """Triton launches on the current card, which need not be the one of a layer of a model on several."""
+    pytest.importorskip("triton")
+    from unsloth_trl.patches.attention import fused_kernels
+
+    current, launched = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launched.append(current[-1:])
+
+    names = [name for name in vars(fused_kernels) if name.endswith("_kernel")]
+    for name in names:
+        monkeypatch.setattr(fused_kernels, name, Kernel())
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    Shape(64, 64, torch.float16, 64 * 1024, "plain").launch()
+    assert launched == [[torch.device("meta")]] * len(names)
 
 
 def test_what_it_cannot_do_is_named(monkeypatch):
