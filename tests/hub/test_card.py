@@ -265,6 +265,27 @@ def test_b60_the_name_in_the_adapter_counts_first(tmp_path):
     assert base_of(trainer.model) == BaseModel(repo_id="owner/other")
 
 
+def test_b60_a_gguf_file_as_the_base(tmp_path):
+    """Its name is no repository, and the Hub takes no card that says so."""
+    trainer = make_trainer(tmp_path / "out", "owner/model/folder/file-Q8_0.gguf")
+    trainer.model.peft_config["default"].base_model_name_or_path = "owner/model/folder/file-Q8_0.gguf"
+    assert base_of(trainer.model) == BaseModel(repo_id="owner/model")
+    trainer.save_model()
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "owner/model/folder/file-Q8_0.gguf"  # what the loader finds again
+    for card in (ModelCard.load(tmp_path / "out" / "README.md"), _made(trainer)):
+        assert card.data.base_model == "owner/model" and "file-Q8_0.gguf" not in str(card.data.tags)
+    for gone in ("gone/model.gguf", "gone/models/tiny"):
+        trainer.model.peft_config["default"].base_model_name_or_path = gone
+        trainer.model.config._name_or_path = gone
+        assert base_of(trainer.model) == BaseModel(path=gone)
+
+
+def _made(trainer):
+    trainer.create_model_card()
+    return card_of(trainer)
+
+
 def test_b60_the_warning_needs_no_trainer(tmp_path):
     """accelerate's logger raises in a process without its state, such as that of `unsloth-trl merge`."""
     code = (

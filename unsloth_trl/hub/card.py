@@ -22,6 +22,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 VERSIONS_HEADING = "### Framework versions"
 
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
+_GGUF_FILE = re.compile(r"([^/]+/[^/]+)/.+\.gguf")  # as FastLanguageModel names a file on the Hub
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 # names of this machine and of this account, and what only says where a run writes
 _PRIVATE = re.compile(
@@ -62,6 +63,11 @@ def is_local(name: str) -> bool:
     return name.startswith(("/", ".", "~", "\\")) or _DRIVE.match(name) is not None or os.path.exists(name)
 
 
+def _is_repository(name: str) -> bool:
+    """Whether a card may name it: the Hub refuses cards whose base model is no repository."""
+    return bool(name) and not is_local(name) and name.count("/") < 2 and not name.endswith(".gguf")
+
+
 def base_of(model: Any) -> BaseModel:
     """
     Which base model a model, or a model with adapters, came from.
@@ -74,8 +80,10 @@ def base_of(model: Any) -> BaseModel:
     names.append(getattr(getattr(model, "config", None), "_name_or_path", None))
     names = [name for name in names if name]
     for name in names:
-        if not is_local(name):
+        if _is_repository(name):
             return BaseModel(repo_id=name)
+        if not is_local(name) and (file := _GGUF_FILE.fullmatch(name)) is not None:
+            return BaseModel(repo_id=file[1])
     for name in names:
         if (snapshot := _SNAPSHOT.search(name)) is not None:
             return BaseModel(repo_id=snapshot[1].replace("--", "/"))
@@ -125,11 +133,11 @@ def mend_base(folder: str | Path, base: BaseModel) -> None:
     card = ModelCard.load(readme)
     named = card.data.get("base_model")
     unnamed = not named and (folder / "adapter_config.json").is_file()
-    if unnamed or (isinstance(named, str) and is_local(named)):
+    if unnamed or (isinstance(named, str) and not _is_repository(named)):
         card.data.base_model = base.repo_id
     prefix = "base_model:adapter:"  # PEFT's tag has the path too
     tags = card.data.tags or []
-    wrong = [tag for tag in tags if tag.startswith(prefix) and (tag == prefix or is_local(tag[len(prefix) :]))]
+    wrong = [tag for tag in tags if tag.startswith(prefix) and not _is_repository(tag.removeprefix(prefix))]
     if wrong:
         right = [] if base.repo_id is None else [prefix + base.repo_id]
         card.data.tags = list(dict.fromkeys([*(tag for tag in tags if tag not in wrong), *right]))
