@@ -21,7 +21,7 @@ from tests.hub.gguf_models import (
     sentencepiece_tokenizer,
     split_steps,
 )
-from unsloth_trl.hub.gguf import export_gguf
+from unsloth_trl.hub.gguf import export_gguf, save_pretrained_gguf
 from unsloth_trl.hub.gguf_tensors import Checkpoint
 from unsloth_trl.hub.gguf_vocabulary import PRE_TOKENIZERS
 
@@ -300,3 +300,14 @@ def test_one_tensor_in_memory_at_a_time(experts, tokenizers, tmp_path, monkeypat
     export_gguf(tmp_path, tmp_path, "q8_0")
     # all experts of one projection become one tensor of the file
     assert len(peak) > 20 and max(peak) == (4 if experts else 1)
+
+
+def test_a_folder_in_the_home_directory(tokenizers, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenizer = tokenizers["llama-bpe"]
+    model_folder(tmp_path / "base", "llama", tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    (made,) = save_pretrained_gguf(model, "~/out", tokenizer, "f16", verify=False)
+    assert made == tmp_path / "out" / "model-F16.gguf" and made.is_file()
+    (again,) = export_gguf("~/out/merged_16bit", "~/again", "f16")
+    assert again.read_bytes() == made.read_bytes() and again == tmp_path / "again" / "model-F16.gguf"

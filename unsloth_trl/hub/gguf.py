@@ -147,7 +147,7 @@ def export_gguf(
         OSError: If the disk has less room than the files need (`ENOSPC`, before anything is written).
     """
     methods = resolve_methods(quantization_method, llama_cpp_path)
-    folder, output = Path(folder), Path(output_directory)
+    folder, output = Path(folder).expanduser(), Path(output_directory).expanduser()
     _check_name(name)
     if not (folder / "config.json").is_file():
         found = "an adapter; merge it first" if (folder / "adapter_config.json").is_file() else "no config.json"
@@ -232,7 +232,8 @@ def save_pretrained_gguf(
     _check_before_merging(model, tokenizer, _converter(llama_cpp_path))
     from .merge import save_pretrained_merged
 
-    merged = Path(save_directory) / MERGED_FOLDER
+    save_directory = Path(save_directory).expanduser()
+    merged = save_directory / MERGED_FOLDER
     save_pretrained_merged(model, merged, tokenizer, save_method="merged_16bit", **merge_options)
     try:
         return export_gguf(merged, save_directory, methods.names, name=name, llama_cpp_path=llama_cpp_path)
