@@ -438,6 +438,13 @@ def test_what_cannot_be_merged_is_named(tmp_path):
     norm.weight = torch.nn.Parameter(norm.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match="model.norm.weight is stored as torch.float8_e4m3fn.*load the model in 16 b"):
         save_pretrained_merged(eight, tmp_path / "merged")
+    for wrong, message in (
+        ({"tokenizer": "merged_16bit"}, "tokenizer='merged_16bit' is no tokenizer or processor.*save_method="),
+        ({"dtype": "float16"}, "dtype='float16' is no floating-point dtype: pass torch.bfloat16"),
+    ):
+        for method in ("merged_16bit", "lora"):
+            with pytest.raises(ValueError, match=message):
+                save_pretrained_merged(adapted("llama"), tmp_path / "merged", save_method=method, **wrong)
     with pytest.raises(TypeError, match="a transformers model or a PeftModel around one is needed, got Linear"):
         save_pretrained_merged(torch.nn.Linear(2, 2), tmp_path / "merged")
     assert not names_in(tmp_path)

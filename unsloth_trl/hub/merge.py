@@ -150,8 +150,13 @@ def write_merged(
             "save_method='merged_4bit' rounds the merged weights to 4 bits again, which changes what the model says: "
             "use 'merged_16bit' and quantise that, or pass force=True"
         )
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} is no floating-point dtype: torch.bfloat16 or torch.float16")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ValueError(f"dtype={dtype!r} is no floating-point dtype: pass torch.bfloat16 or torch.float16")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(
+            f"tokenizer={tokenizer!r} is no tokenizer or processor: pass that of the model, and what is to be saved "
+            "as save_method="
+        )
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     target = Path(save_directory).expanduser().resolve()
     if save_method == "lora":
