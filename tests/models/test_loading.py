@@ -219,6 +219,7 @@ def test_without_bitsandbytes(llama, monkeypatch):
             "'on' is unknown; choose from 'auto', 'unsloth', True, False",
         ),
         ({"use_gradient_checkpointing": 1}, ValueError, "use_gradient_checkpointing=1 is unknown"),
+        ({"model_name": None}, TypeError, "model_name=None is neither a name nor a folder"),
         ({"max_seq_length": 0}, ValueError, "max_seq_length=0 is not a number of tokens"),
         ({"load_in_4bit": False, "resize_model_vocab": 100}, ValueError, "=100 is less than the 128 rows"),
     ],
@@ -226,7 +227,7 @@ def test_without_bitsandbytes(llama, monkeypatch):
 )
 def test_arguments_that_are_refused(llama, arguments, error, message):
     with pytest.raises(error, match=message):
-        FastLanguageModel.from_pretrained(llama, **{"max_seq_length": 64} | arguments)
+        FastLanguageModel.from_pretrained(**{"model_name": llama, "max_seq_length": 64} | arguments)
 
 
 def test_arguments_for_vllm_have_no_effect_and_say_so(llama):

@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import peft
@@ -188,8 +189,9 @@ def test_an_adapter_folder_is_trained_on(llama, four_bits, tmp_path):
     assert not any(torch.equal(p, saved[name]) for name, p in lora(again).items() if "lora_B" in name)
 
 
-def test_adapter_folders_that_are_refused(llama, tmp_path):
-    model, _ = load(llama)
+def test_adapter_folders_that_are_refused(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model, _ = load(Path(llama))
     adapter = tmp_path / "adapter"
     FastLanguageModel.get_peft_model(model, r=4).save_pretrained(adapter)
     with pytest.raises(ValueError, match="full_finetuning=True: .* is an adapter, whose base stays frozen; merge it"):
@@ -200,11 +202,10 @@ def test_adapter_folders_that_are_refused(llama, tmp_path):
     for base, message in (
         ("/gone/model", "the base of the adapter .* is '/gone/model', which is not there"),
         (None, "names no base"),
+        ("moved/tiny", f"'moved/tiny', which is no folder in {Path.cwd()} and cannot be loaded from the Hub"),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
-        with pytest.raises(
-            (FileNotFoundError, ValueError), match=f"{message}.*set ?base_model_name_or_path|{message}"
-        ):
+        with pytest.raises((OSError, ValueError), match=f"{message}.*set ?base_model_name_or_path|{message}"):
             load(str(adapter))
 
 
@@ -433,6 +434,8 @@ def test_methods_for_saving_do_not_lose_an_adapter(llama):
     ):
         wrapped.save_pretrained_merged("out", tokenizer)
     assert "save_pretrained_merged of Llama" in repr(model.save_pretrained_merged)
+    with pytest.raises(ReferenceError, match="save_pretrained_merged: the model is gone; keep it in a variable"):
+        load(llama)[0].save_pretrained_merged("out", tokenizer)
 
 
 def test_ids_are_what_both_files_share():

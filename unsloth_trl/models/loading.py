@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import peft
@@ -48,7 +49,7 @@ class FastLanguageModel:
 
     @staticmethod
     def from_pretrained(
-        model_name: str,
+        model_name: str | Path,
         max_seq_length: int = 2048,
         dtype: torch.dtype | str | None = None,
         load_in_4bit: bool = True,
@@ -78,9 +79,10 @@ class FastLanguageModel:
         Load a model and its tokenizer.
 
         Args:
-            model_name (`str`): A folder, a name on the Hub, a GGUF file (a path, or `"owner/model/file.gguf"`), a
-                checkpoint that is quantised already, or a folder or repository with an adapter: then its base is
-                loaded, gets the vocabulary that the adapter was trained with, and the adapter can be trained on.
+            model_name (`str` or `Path`): A folder, a name on the Hub, a GGUF file (a path, or
+                `"owner/model/file.gguf"`), a checkpoint that is quantised already, or a folder or repository with an
+                adapter: then its base is loaded, gets the vocabulary that the adapter was trained with, and the
+                adapter can be trained on.
             max_seq_length (`int`, *optional*, defaults to 2048): Tokens of the longest sample. `SFTTrainer` takes it
                 for `max_length` unless its config is given one. More than the model was made for scales RoPE linearly,
                 with a warning.
@@ -125,7 +127,9 @@ class FastLanguageModel:
         hub = {name: value for name, value in zip(HUB, values, strict=True) if value}
         if token is False:  # no token, even if there is one on this machine
             hub["token"] = False
-        source = find_source(model_name, gguf_file, **hub)
+        if not isinstance(model_name, (str, Path)):
+            raise TypeError(f"model_name={model_name!r} is neither a name nor a folder; pass 'Qwen/Qwen3-8B', for one")
+        source = find_source(str(model_name), gguf_file, **hub)
         adapter, adapter_source = read_adapter(source), source
         if adapter is not None:
             if full_finetuning:
@@ -141,7 +145,16 @@ class FastLanguageModel:
             source = base_of(adapter, source)
         if source.gguf_file:
             require_gguf()
-        config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
+        try:
+            config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
+        except OSError as error:
+            if adapter is None:
+                raise
+            raise OSError(
+                f"the base of the adapter {model_name} is {adapter.base_model_name_or_path!r}, which is no folder in "
+                f"{Path.cwd()} and cannot be loaded from the Hub: set base_model_name_or_path in its "
+                f"adapter_config.json to where that model is ({str(error).splitlines()[0]})"
+            ) from error
         own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
         check_architecture(config, strict=strict, own_code=own_code)
         device_map = default_device_map() if device_map is None else device_map

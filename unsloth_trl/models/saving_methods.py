@@ -37,8 +37,11 @@ class SavingMethod(Owned[nn.Module]):
         """
         Raises:
             ValueError: If the owner is the model inside of an adapter, whose weights are then split in two.
+            ReferenceError: If the model is gone, as in `from_pretrained(...)[0].save_pretrained_merged(...)`.
         """
         model = self.owner
+        if model is None:
+            raise ReferenceError(f"{self.name}: the model is gone; keep it in a variable until it is saved")
         if not isinstance(model, PeftModel) and any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise ValueError(
                 f"{self.name}: PEFT has put an adapter around this model since it was loaded. Make it with "
