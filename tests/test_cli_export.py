@@ -1,5 +1,6 @@
 """`unsloth-trl merge` and `export-gguf`: from an adapter's folder to weights that others run."""
 
+import json
 import shutil
 
 import gguf
@@ -62,12 +63,18 @@ def test_merged_weights_compute_what_the_adapter_does(folders, merged):
     assert not (merged / "adapter_config.json").exists()
 
 
-def test_another_base_can_be_named(folders, merged, tmp_path, capsys):
+def test_another_base_can_be_named(folders, merged, tmp_path, capsys, monkeypatch):
     folder, _ = folders
     moved = tmp_path / "moved"
     (folder / "base").rename(moved)
     try:
         error = error_of(["merge", str(folder / "adapter"), str(tmp_path / "out")], capsys)
+        adapter = shutil.copytree(folder / "adapter", tmp_path / "adapter")
+        config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "gone/tiny"}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        unknown = error_of(["merge", str(adapter), str(tmp_path / "out")], capsys)
+        assert f"the base model of {adapter} is gone/tiny, which is neither a folder here nor can be had" in unknown
         assert f"the base model of {folder / 'adapter'} is the folder {folder / 'base'}, which is not here" in error
         assert "pass --base" in error
         assert cli.main(["merge", str(folder / "adapter"), str(tmp_path / "out"), "--base", str(moved)]) == 0

@@ -97,7 +97,15 @@ def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any,
     dtype = getattr(torch, options.dtype, options.dtype)
     if source.gguf_file and dtype == "auto":
         dtype = torch.float32  # the file's own types are no dtypes, and merged weights are rounded afterwards
-    config = AutoConfig.from_pretrained(source.name, trust_remote_code=own_code, **source.kwargs)
+    try:
+        config = AutoConfig.from_pretrained(source.name, trust_remote_code=own_code, **source.kwargs)
+    except OSError as error:
+        if adapter is None:
+            raise
+        raise CommandError(
+            f"the base model of {options.model} is {whole}, which is neither a folder here nor can be had from the "
+            f"Hub: pass --base ({str(error).splitlines()[0]})"
+        ) from error
     model_options = {"trust_remote_code": True} if own_code else {}
     model = load_weights(source, config, Loading(dtype, 16, None, None, model_options))
     model.name_or_path = model.config._name_or_path = source.label
