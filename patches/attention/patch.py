@@ -8,7 +8,7 @@ mask, so that no mask over all tokens is built and no boundary is looked for on 
 import contextlib
 import functools
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import ModelHook
@@ -21,9 +21,9 @@ from ..config import PatchConfig
 from ..layout import PackedLayout
 from ..report import PatchEntry
 from .compiled import flash_attn_by_layout, layout_of
-from .dispatch import choose, fits_graph, prefers_fused, sdpa_refusal, takes_fused
+from .dispatch import GRAPHS, choose, fits_graph, prefers_fused, sdpa_refusal
 from .fused import fused_attention
-from .op import device_supports_flash, flash_attn_varlen
+from .op import flash_attn_varlen
 from .reference import causal_mask, eager_attention
 from .segments import eager_attend, sdpa_attend, segment_attention
 from .shared import flash_attn_shared
@@ -299,23 +299,48 @@ def _expected_backend(model: PreTrainedModel, config: PatchConfig) -> str:
     """What the packed calls of this model will run on, in words."""
     if config.attention_backend != "auto":
         return config.attention_backend
-    text = model.config.get_text_config()
-    device, dtype = next(((p.device, p.dtype) for p in text_decoder(model).parameters()), (None, None))
+    text, decoder = model.config.get_text_config(), text_decoder(model)
+    device, dtype = next(((p.device, p.dtype) for p in decoder.parameters()), (None, None))
+    parts = list(decoder.modules())
     obstacles = []
     if getattr(text, "attn_logit_softcapping", None) is not None:
         obstacles.append("soft-capping")
-    if any(hasattr(m, "sinks") for m in text_decoder(model).modules()):
+    if any(hasattr(m, "sinks") for m in parts):
         obstacles.append("attention sinks")
-    half = torch.bfloat16 if dtype == torch.float32 else dtype
-    under_autocast = " under autocast, else sdpa over segments (fp32 weights)" if dtype == torch.float32 else ""
-    if device is not None and (prefers_fused(device, half) or (obstacles and takes_fused(device, half))):
-        why = f"for {', '.join(obstacles)}" if obstacles else "as measured to be the fastest on this card"
-        return f"triton ({why}){under_autocast}"
-    if obstacles:
-        return f"eager over segments ({', '.join(obstacles)})"
-    if device is None or not device_supports_flash(device):
-        return f"sdpa over segments (device {device})"
-    return f"flash_attention_2{under_autocast}"
+    if device is None:
+        return _in_words("eager" if obstacles else "sdpa", device, dtype, 0, obstacles)
+    # the size of MLA's queries has another name
+    sizes = {getattr(m, "qk_head_dim", None) or getattr(m, "head_dim", None) for m in parts} - {None}
+    found: dict[str, list[int]] = {}
+    for size in sorted(sizes) or [1]:
+        head = _Head(device, torch.bfloat16 if dtype == torch.float32 else dtype, (size,))
+        softcap, sinks = (1.0 if "soft-capping" in obstacles else None), ("attention sinks" in obstacles) or None
+        name = choose("auto", head, head, PackedLayout([1]), None, softcap, sinks, 0.0)
+        found.setdefault(_in_words(name, device, dtype, size, obstacles), []).append(size)
+    if len(found) == 1:
+        return next(iter(found))
+    return ", ".join(f"{words} at head size {' and '.join(map(str, of))}" for words, of in found.items())
+
+
+class _Head(NamedTuple):
+    """What the choice of a kernel looks at."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _in_words(name: str, device, dtype: torch.dtype | None, size: int, obstacles: list[str]) -> str:
+    """The name of a kernel, and why it is that one; weights in fp32 have it under autocast alone."""
+    slow = f"eager over segments ({', '.join(obstacles)})" if obstacles else "sdpa over segments"
+    if name not in GRAPHS:
+        return slow if obstacles else f"{slow} (device {device})"
+    if name == "triton":
+        fastest = prefers_fused(device, torch.bfloat16, size) and "as measured to be the fastest on this card"
+        name = f"triton ({'for ' + ', '.join(obstacles) if obstacles else fastest or f'for head size {size}'})"
+    if dtype != torch.float32:
+        return name
+    return f"{name} under autocast, else {slow}{'' if obstacles else ' (fp32 weights)'}"
 
 
 def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unsloth_trl.patches.attention import dispatch, op
+from unsloth_trl.patches.attention import dispatch, op, patch
+from unsloth_trl.patches.config import PatchConfig
 from unsloth_trl.patches.layout import PackedLayout
 
 
@@ -77,6 +78,36 @@ def test_what_can_be_an_op_of_a_graph(card):
     assert not dispatch.fits_graph("auto", head, head, None, None, 0.1)
     assert not dispatch.fits_graph("sdpa", head, head, None, None, 0.0)
     assert not dispatch.fits_graph("flash_attention_2", head, head, 30.0, None, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_the_report_says_what_runs(card, dtype):
+    """In the words of `print(trainer.patch_report)`: head sizes, soft-capping and sinks count as in a call."""
+
+    def report(*modules, **config):
+        parameters = [SimpleNamespace(device=torch.device("cuda"), dtype=dtype)]
+        decoder = SimpleNamespace(parameters=lambda: iter(parameters), modules=lambda: modules)
+        text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
+        return patch._expected_backend(SimpleNamespace(config=text, get_decoder=lambda: decoder), PatchConfig())
+
+    def size(number, **others):
+        return SimpleNamespace(head_dim=number, **others)
+
+    new, measured, fp32 = card >= (8, 0), card == (9, 0), dtype == torch.float32
+    sdpa, eager = "sdpa over segments", "eager over segments (soft-capping)"
+    but = f" under autocast, else {sdpa} (fp32 weights)" * fp32
+    flash = "flash_attention_2" + but if new else f"{sdpa} (device cuda)"
+    fastest = "triton (as measured to be the fastest on this card)" + but
+    assert report(size(128)) == report() == (fastest if measured else flash)
+    assert report(size(256)) == report(SimpleNamespace(qk_head_dim=192, head_dim=64)) == flash
+    largest = ("triton (for head size 512)" + but) if new else f"{sdpa} (device cuda)"
+    assert report(size(512)) == largest
+    several = f"{flash} at head size 256, {largest} at head size 512" if new else flash
+    assert report(size(256), size(512), size(256)) == several
+    capped = "triton (for soft-capping)" + f" under autocast, else {eager}" * fp32 if new else eager
+    assert report(size(256), attn_logit_softcapping=50.0) == capped
+    assert report(size(64, sinks=SINKS)) == capped.replace("soft-capping", "attention sinks")
+    assert report(size(520, sinks=SINKS)) == "eager over segments (attention sinks)"
 
 
 def test_a_compiler_can_ask(card):
