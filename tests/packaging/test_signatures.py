@@ -11,6 +11,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from unsloth_trl.data import PackedDataCollator
+from unsloth_trl.trainers.saving import Saving
 
 
 # Class, method and the parameters that its override relies on, in their order.
@@ -68,6 +69,13 @@ PARENT = {
     SFTConfig: trl.SFTConfig,
     GRPOConfig: trl.GRPOConfig,
 }
+# Methods of the Trainer that parts of the trainers override.
+OF_PARTS = {
+    (Saving, "_save_checkpoint"): ["self", "model", "trial"],
+    (Saving, "_get_output_dir"): ["self", "trial"],
+    (Saving, "_push_from_checkpoint"): ["self", "checkpoint_folder"],
+    (Saving, "train"): ["self", "resume_from_checkpoint"],
+}
 # Attributes without a public name that the sources read.
 READ = {
     "_tr_loss": transformers.Trainer,
@@ -98,6 +106,17 @@ def test_overridden_method_is_the_one_it_was_written_for(case):
         assert list(ours)[: len(expected)] == expected
         for name in expected:
             assert ours[name].default == theirs[name].default, name
+
+
+@pytest.mark.parametrize("case", OF_PARTS, ids=case_id)
+def test_method_of_a_part_is_the_one_it_was_written_for(case):
+    cls, method = case
+    expected = OF_PARTS[case]
+    for owner in (cls, transformers.Trainer, trl.SFTTrainer, trl.GRPOTrainer):
+        names = list(inspect.signature(getattr(owner, method)).parameters)
+        if method in PASSES_ON:
+            names = names[: len(expected)]
+        assert names == expected, owner
 
 
 @pytest.mark.parametrize("cls", PARENT)

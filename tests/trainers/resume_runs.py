@@ -4,8 +4,10 @@ import multiprocessing
 import os
 import random
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import TrainerCallback
@@ -100,7 +102,9 @@ class Killer:
     def __init__(self):
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.trainers.resume_runs", "unsloth_trl.trainers.grpo"])
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
+            forkserver.ensure_running()
 
     def run(self, function, *arguments: Any) -> Any:
         """

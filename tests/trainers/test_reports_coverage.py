@@ -108,7 +108,12 @@ COVERAGE = {
         "tests/trainers/test_reports_grpo.py::test_b34_a_batch_size_that_could_shrink_is_refused",
         "tests/trainers/test_reports_grpo.py::test_b34_packed_rows_stay_when_the_batch_shrinks",
     ],
-    "B35": ["tests/trainers/test_reports_grpo_adapters.py::test_b35_a_resumed_run_goes_on"],
+    "B35": [
+        "tests/trainers/test_reports_grpo_adapters.py::test_b35_a_resumed_run_goes_on",
+        "tests/trainers/test_resume.py::test_killed_and_resumed",
+        "tests/trainers/test_resume.py::test_grpo_from_each_step",
+        "tests/trainers/test_resume.py::test_without_the_completions_the_cycle_goes_on_and_says_so",
+    ],
     "B36": [
         "tests/trainers/test_reports_grpo_sharing.py::test_b36_sharing_changes_nothing",
         "tests/trainers/test_reports_grpo_sharing.py::test_b36_two_groups_with_the_same_prompt",

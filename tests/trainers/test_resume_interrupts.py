@@ -1,5 +1,6 @@
 """`save_on_interrupt`: the first Ctrl-C finishes the step and saves, the second stops at once. Signals are real."""
 
+import json
 import os
 import signal
 import threading
@@ -8,7 +9,9 @@ import pytest
 from transformers import TrainerCallback
 
 import unsloth_trl
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.resume_runs import assert_same, make, resume, train_whole
+from unsloth_trl import cli
 
 
 CASE = {
@@ -128,3 +131,30 @@ def test_in_another_thread_it_says_so(tmp_path, caplog):
 def test_without_an_optimizer_there_is_nothing_to_go_on_with():
     with pytest.raises(ValueError, match="save_on_interrupt=True with save_only_model=True"):
         unsloth_trl.SFTConfig("out", use_cpu=True, bf16=False, save_on_interrupt=True, save_only_model=True)
+
+
+def test_the_command_line_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    for made in (tiny_model("llama"), tiny_tokenizer()):
+        made.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"w{i + 20}", "completion": f"w{i + 30} w{i + 31}"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    real = unsloth_trl.SFTTrainer.training_step
+
+    def step(self, *args, **kwargs):
+        if self.state.global_step == 1 and "--save_on_interrupt" in command:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(unsloth_trl.SFTTrainer, "training_step", step)
+    options = f"--model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/rows.jsonl --output_dir {tmp_path}/out"
+    common = ["sft", *options.split(), "--use_cpu", "--bf16", "False", "--max_steps", "3", "--report_to", "none"]
+    command = [*common, "--save_on_interrupt"]
+    assert cli.main(command) == 130
+    line = capsys.readouterr().err.splitlines()[-1]
+    saved = tmp_path / "out" / "checkpoint-2"
+    assert line == f"unsloth-trl sft: interrupted and saved in {saved}; resume_from_checkpoint=True goes on from there"
+    assert not (tmp_path / "out" / "model.safetensors").exists()  # what comes after a run that is over
+    command = [*common, "--resume_from_checkpoint", "True"]
+    assert cli.main(command) == 0
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3

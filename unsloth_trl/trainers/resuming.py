@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
-
-logger = get_logger(__name__)
 
 PROGRESS_NAME = "unsloth_trl_progress.json"
 
@@ -69,22 +66,17 @@ class Resuming:
 
 def go_to_epoch(loader: Any, epoch: int) -> None:
     """
-    Let a new data loader draw the order of an epoch that is not its first as a run without interruption does.
-
-    The Trainer asks for the epoch, but neither TRL's `RepeatSampler`, which draws the orders one after the other, nor
-    a sampler behind the batches of one process of several hears of it.
+    Let TRL's `RepeatSampler` draw the order of an epoch that is not its first, as a run without interruption does. It
+    draws one order after the other and has no `set_epoch`, with which the Trainer reaches other samplers.
 
     Args:
-        loader: The train data loader.
+        loader: A new train data loader.
         epoch (`int`): From 0.
     """
     batches = getattr(loader, "batch_sampler", None)
-    while getattr(batches, "batch_sampler", None) is not None:
+    while getattr(batches, "batch_sampler", None) is not None:  # those of one process of several
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", None)
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    elif isinstance(sampler, RepeatSampler) and sampler.shuffle and sampler.seed is not None:
-        sampler.generator.manual_seed(sampler.seed)
+    if isinstance(sampler, RepeatSampler) and sampler.shuffle and sampler.seed is not None:
         for _ in range(epoch):
             torch.randperm(sampler.num_samples, generator=sampler.generator)
