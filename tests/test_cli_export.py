@@ -156,6 +156,7 @@ def test_b62_a_folder_with_two_kinds_is_refused(folders, merged, tmp_path, capsy
     [
         (["merge", "./nowhere", "OUT"], "./nowhere: there is no such folder"),
         (["merge", "BASE", "OUT"], "has no adapter_config.json, so there is nothing to merge"),
+        (["merge", "RUN", "OUT"], "so there is nothing to merge; it has checkpoints: pass "),
         (["merge", "ADAPTER", "BASE"], "BASE"),
         (["export-gguf", "BASE", "OUT", "--quantization_method", "q9_9"], "quantization_method='q9_9' is not known"),
         (["export-gguf", "BASE", "OUT", "--quantization_method", "q4_k_m", "--llama_cpp_path", "./no"], "./no"),
@@ -165,6 +166,8 @@ def test_b62_a_folder_with_two_kinds_is_refused(folders, merged, tmp_path, capsy
 def test_what_is_wrong_is_one_line(arguments, message, folders, tmp_path, capsys):
     folder, _ = folders
     here = {"BASE": str(folder / "base"), "ADAPTER": str(folder / "adapter"), "OUT": str(tmp_path / "out")}
+    here["RUN"] = str(tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     before = {path.name: path.stat().st_mtime_ns for path in (folder / "base").iterdir()}
     error = error_of([here.get(argument, argument) for argument in arguments], capsys)
     assert here.get(message, message) in error

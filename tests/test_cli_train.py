@@ -16,7 +16,7 @@ from trl.scripts import grpo as trl_grpo
 from trl.scripts import sft as trl_sft
 
 from tests.numerics import relative_error
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import lora_config, tiny_model, tiny_tokenizer
 from unsloth_trl import cli
 
 
@@ -52,6 +52,8 @@ def files(tmp_path_factory):
         }
         for _ in range(24)
     ]
+    (folder / "adapter").mkdir()
+    lora_config("llama").save_pretrained(folder / "adapter")
     (folder / "chats").mkdir()
     write_lines(folder / "chats" / "train.jsonl", chats)
     write_lines(folder / "chats" / "test.jsonl", chats[:4])
@@ -204,6 +206,8 @@ def test_qlora_of_a_mixture_has_its_experts_in_4_bits(tmp_path, files):
         ("sft", {}, ["--config", "missing.yaml"], "--config missing.yaml: there is no such file"),
         ("sft", {}, ["--config"], "--config needs the name of a YAML file"),
         ("sft", {"model_name_or_path": ...}, [], "pass --model_name_or_path: a name on the Hub or a folder"),
+        ("sft", {"model_name_or_path": "~/nowhere"}, [], f"{Path.home() / 'nowhere'}: there is no such folder"),
+        ("sft", {"model_name_or_path": "FILES/adapter"}, [], "adapter is an adapter: pass its base model, and a"),
         ("sft", {"model_name_or_path": "./nowhere"}, [], "--model_name_or_path ./nowhere: there is no such folder"),
         (
             "sft",
@@ -222,7 +226,7 @@ def test_qlora_of_a_mixture_has_its_experts_in_4_bits(tmp_path, files):
         ("sft", {"dataset_name": "FILES/tiny_rewards_of_test_cli.py"}, [], "the ending is none of .json, .jsonl, "),
         ("sft", {"load_in_4bit": True, "use_peft": False}, [], "--load_in_4bit needs --use_peft"),
         ("sft", {"resume_from_checkpoint": "./gone"}, [], "--resume_from_checkpoint ./gone: there is no such folder"),
-        ("sft", {"resume_from_checkpoint": True}, [], "No valid checkpoint found in output directory"),
+        ("sft", {"resume_from_checkpoint": True}, [], "resume_from_checkpoint=True needs a checkpoint in output_dir="),
         ("grpo", {}, [], "pass --reward_funcs (names of TRL, or dotted paths such as my_rewards.by_length)"),
         ("grpo", {"reward_funcs": ["nice"]}, [], "the dataset has the columns messages; grpo needs 'prompt'"),
         (

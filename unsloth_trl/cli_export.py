@@ -21,7 +21,9 @@ def run_merge(options: argparse.Namespace) -> int:
 
     adapter = _adapter(options.model)
     if adapter is None:
-        raise CommandError(f"{options.model} has no adapter_config.json, so there is nothing to merge")
+        found = sorted(path.name for path in Path(options.model).glob("checkpoint-*"))
+        hint = f"; it has checkpoints: pass {Path(options.model) / found[-1]}, for one" if found else ""
+        raise CommandError(f"{options.model} has no adapter_config.json, so there is nothing to merge{hint}")
     repo_id = _repository(options, "merged")
     model, tokenizer = _load(options, adapter)
     try:

@@ -224,8 +224,16 @@ def _check(command: str, parsed: _Parsed) -> None:
     model = parsed.model
     if model.model_name_or_path is None:
         raise CommandError("pass --model_name_or_path: a name on the Hub or a folder")
-    if _looks_local(model.model_name_or_path) and not Path(model.model_name_or_path).expanduser().exists():
+    if model.model_name_or_path.startswith("~"):
+        model.model_name_or_path = str(Path(model.model_name_or_path).expanduser())
+    if _looks_local(model.model_name_or_path) and not Path(model.model_name_or_path).exists():
         raise CommandError(f"--model_name_or_path {model.model_name_or_path}: there is no such folder")
+    folder = Path(model.model_name_or_path)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise CommandError(
+            f"--model_name_or_path {folder} is an adapter: pass its base model, and a checkpoint of the same run as "
+            "--resume_from_checkpoint; or merge it first (unsloth-trl merge) and train the result"
+        )
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, name) and not model.use_peft:
             raise CommandError(f"--{name} needs --use_peft: quantised weights cannot be trained, adapters on them can")

@@ -300,6 +300,15 @@ def test_b60_the_warning_needs_no_trainer(tmp_path):
     )
 
 
+def test_b62_a_folder_with_the_other_kind_is_said_before_training(tmp_path, caplog):
+    make_trainer(tmp_path).save_model()
+    make_trainer(tmp_path)
+    assert "is to get" not in caplog.text
+    make_trainer(tmp_path, lora=False)
+    assert f"the folder {tmp_path} holds an adapter (adapter_config.json, adapter_model.safetensors)" in caplog.text
+    assert "and is to get whole weights" in caplog.text and "use another folder, before the model is" in caplog.text
+
+
 def test_several_datasets_are_named_each(tmp_path):
     (tmp_path / "rows.jsonl").touch()
     trainer = make_trainer(tmp_path, "owner/tiny-model")

@@ -358,6 +358,9 @@ def test_folders_that_are_refused(llama, tmp_path):
         FastLanguageModel.from_pretrained("/missing/model.gguf", **DENSE)
     with pytest.raises(ValueError, match="has neither config.json nor adapter_config.json; pass the folder"):
         FastLanguageModel.from_pretrained(str(tmp_path), **DENSE)
+    (tmp_path / "checkpoint-7").mkdir()
+    with pytest.raises(ValueError, match="pass one of its checkpoints, such as '.*/checkpoint-7'"):
+        FastLanguageModel.from_pretrained(str(tmp_path), **DENSE)
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ValueError, match="set gguf_file='model.gguf'"):
         FastLanguageModel.from_pretrained(str(tmp_path), **DENSE)

@@ -99,7 +99,10 @@ def find_source(model_name: str, gguf_file: str | None = None, **hub: Any) -> So
         )
     if not has_config and not has_adapter:
         files = sorted(file.name for file in folder.glob("*.gguf"))
+        checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
         hint = f"set gguf_file={files[0]!r}" if files else "pass the folder that save_pretrained wrote"
+        if checkpoints and not files:
+            hint = f"pass one of its checkpoints, such as {str(folder / checkpoints[-1])!r}"
         raise ValueError(f"{folder} has neither config.json nor {ADAPTER_CONFIG}; {hint}")
     return Source(str(path), hub)
 

@@ -39,6 +39,11 @@ class Publishing:
     _steps_per_cycle = 1
 
     def _start_publishing(self) -> None:
+        if self.is_world_process_zero():
+            try:
+                refuse_other_kinds(self.args.output_dir, self._kind)
+            except ValueError as error:
+                logger.warning(f"{error}, before the model is saved there")
         self._measurement = RunMeasurement(self, self._steps_per_cycle)
         self.add_callback(self._measurement)
 
