@@ -1,7 +1,7 @@
 """The tables that the fused attention kernels walk by: blocks of rows, and the spans that each of them looks at."""
 
+import bisect
 import itertools
-import math
 from typing import NamedTuple
 
 import torch
@@ -67,86 +67,153 @@ def build_tables(
     """
     if layout.any_lengths:
         return _static_tables(layout, q_rows, d_rows, k_rows, group)
-    lengths = layout.seqlens
-    parents = layout.parents or (NO_PARENT,) * len(lengths)
-    starts = list(itertools.accumulate(lengths, initial=0))
-    positions: list[int] = []
-    ancestors: list[tuple[int, ...]] = []  # from the root down, the segment itself last
-    seen_by: list[list[int]] = []  # itself first
-    for i, parent in enumerate(parents):
-        root = parent == NO_PARENT
-        positions.append(0 if root else positions[parent] + lengths[parent])
-        ancestors.append((i,) if root else (*ancestors[parent], i))
-        seen_by.append([])
-        for ancestor in ancestors[i]:
-            seen_by[ancestor].append(i)
-
-    def tiles(block: int, others: list) -> tuple[list, list]:
-        spans, found = [], []
-        for i, n in enumerate(lengths):
-            if n:
-                mine = [(starts[j], starts[j + 1], positions[j]) for j in others[i] if lengths[j]]
-                numbers = (starts[i + 1], starts[i], positions[i], len(spans), len(spans) + len(mine))
-                spans += mine
-                found += [(first, *numbers) for first in range(starts[i], starts[i + 1], block)]
-        return found, spans
-
-    def queries(block: int) -> tuple[list, list]:
-        found, spans = tiles(block, ancestors)
-        found.sort(key=lambda tile: -sum(_keys(tile, block, spans)))
-        return found, spans
-
-    (q_tiles, q_spans), (d_tiles, _) = queries(q_rows), queries(d_rows)
-    k_tiles, k_spans = tiles(k_rows, seen_by)
+    segments = _segments(layout)
+    q_tiles, q_spans = segments.tiles(q_rows, segments.by_query)
+    d_tiles, _ = segments.tiles(d_rows, segments.by_query)
+    k_tiles, k_spans = segments.tiles(k_rows, segments.by_key)
+    q_tiles, d_tiles = (_most_first(x, _num_keys(x, rows)) for x, rows in ((q_tiles, q_rows), (d_tiles, d_rows)))
     k_tiles, k_sums = _divided(k_tiles, k_spans, group, programs, least_work)
     parts = [q_tiles, d_tiles, q_spans, k_tiles, k_spans, k_sums]
-    flat = torch.tensor([number for part in parts for row in part for number in row], dtype=torch.int32)
+    flat = torch.cat([part.flatten() for part in parts]).to(torch.int32)
     if layout.device.type == "cuda":
         flat = flat.pin_memory().to(layout.device, non_blocking=True)
-    sizes = [len(part) * width for part, width in zip(parts, WIDTHS, strict=True)]
-    tables = [x.view(-1, width) for x, width in zip(flat.split(sizes), WIDTHS, strict=True)]
-    return Tables(*tables, num_slots=k_sums[-1][3] if k_sums else 0)
+    tables = [x.view(-1, width) for x, width in zip(flat.split([part.numel() for part in parts]), WIDTHS, strict=True)]
+    return Tables(*tables, num_slots=int(k_sums[-1, 3]) if len(k_sums) else 0)
 
 
-def _keys(tile: tuple, block: int, spans: list) -> list[int]:
-    """Of each span of a block of queries, the keys that its last one sees."""
-    first, end, start = tile[:3]
-    last = min(first + block, end)
-    return [(last if own == start else stop) - own for own, stop, _ in spans[slice(*tile[4:])]]
+class _Segments(NamedTuple):
+    """
+    Segments on the host, all int64. Tables of long rows have thousands of numbers, too many for Python to touch each.
+
+    Args:
+        lengths (`torch.Tensor` of shape `(num_segments,)`): Tokens of each.
+        bounds (`torch.Tensor` of shape `(num_segments, 3)`): As spans: first row, end row, position of the first row.
+        by_query (`tuple`): Spans of each segment's ancestors, from the root to itself, as indices of segments, and how
+            many these are. Those without tokens have none and are none.
+        by_key (`tuple`): The same for itself and its descendants.
+    """
+
+    lengths: torch.Tensor
+    bounds: torch.Tensor
+    by_query: tuple[torch.Tensor, torch.Tensor]
+    by_key: tuple[torch.Tensor, torch.Tensor]
+
+    def tiles(self, rows: int, others: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks of so many rows, in their order, and their spans."""
+        spans, counts = others
+        blocks = (self.lengths + (rows - 1)) // rows
+        segment = torch.repeat_interleave(blocks)
+        within = torch.arange(len(segment)) - (blocks.cumsum(0) - blocks)[segment]
+        start, end, position = self.bounds[segment].unbind(1)
+        end_span = counts.cumsum(0)
+        numbers = [start + within * rows, end, start, position, (end_span - counts)[segment], end_span[segment]]
+        return torch.stack(numbers, dim=1), self.bounds[spans]
 
 
-def _queries(tile: tuple, spans: list) -> list[int]:
-    """Of each span of a block of keys, the queries that see its first one."""
-    first, start = tile[0], tile[2]
-    return [stop - (first if own == start else own) for own, stop, _ in spans[slice(*tile[4:])]]
+def _segments(layout: PackedLayout) -> _Segments:
+    lengths, number = torch.tensor(layout.seqlens, dtype=torch.int64), layout.num_segments
+    each = torch.arange(number)
+    if layout.parents is None:
+        above, below, positions = each, each, torch.zeros_like(each)
+    else:
+        ancestors: list[tuple[int, ...]] = []  # from the root down, the segment itself last
+        for i, parent in enumerate(layout.parents):
+            ancestors.append((i,) if parent == NO_PARENT else (*ancestors[parent], i))
+        above = torch.tensor(list(itertools.chain.from_iterable(ancestors)))
+        below = torch.repeat_interleave(torch.tensor([len(found) for found in ancestors]))
+        positions = torch.zeros_like(each).index_add_(0, below, lengths[above]) - lengths
+    ends = lengths.cumsum(0)
+    live = (lengths[above] > 0) & (lengths[below] > 0)
+    above, below = above[live], below[live]
+    return _Segments(
+        lengths,
+        torch.stack([ends - lengths, ends, positions], dim=1),
+        (above, below.bincount(minlength=number)),
+        (below[above.argsort(stable=True)], above.bincount(minlength=number)),
+    )
 
 
-def _divided(tiles: list, spans: list, group: int, programs: int, least_work: int) -> tuple[list, list]:
+def _num_keys(tiles: torch.Tensor, rows: int) -> torch.Tensor:
+    """Keys that the last query of each block sees."""
+    first, end, start, position, *_ = tiles.unbind(1)
+    return torch.minimum(first + rows, end) - start + position
+
+
+def _most_first(tiles: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+    return tiles[work.argsort(descending=True, stable=True)]
+
+
+class _Block(NamedTuple):
+    """
+    A block of keys, whose units are all spans of one query head, then all of the next.
+
+    Args:
+        through (`list[int]`): Queries in front of each span of the table, and of all.
+        first, end (`int`): Its spans.
+        missed (`int`): Queries of the first span, its own segment, that come before the block.
+        group (`int`): Query heads.
+    """
+
+    through: list[int]
+    first: int
+    end: int
+    missed: int
+    group: int
+
+    def work(self, unit: int) -> int:
+        """Queries in the units in front of one."""
+        head, span = divmod(unit, self.end - self.first)
+        return head * self._before(self.end) + (self._before(self.first + span) if span else 0)
+
+    def _before(self, span: int) -> int:
+        return self.through[span] - self.through[self.first] - self.missed
+
+    def cuts(self, pieces: int) -> list[int]:
+        """Where to cut the units, in their order, for at most so many pieces of about the same work."""
+        cuts, spans = [0], self.end - self.first
+        number, whole = self.group * spans, self._before(self.end)
+        for piece in range(1, pieces):
+            head, rest = divmod(-(-self.group * whole * piece // pieces), whole)
+            cut = head * spans
+            if rest:
+                below = rest + self.through[self.first] + self.missed
+                cut += bisect.bisect_left(self.through, below, self.first + 1, self.end) - self.first
+            cut = max(cut, cuts[-1] + 1)
+            if cut >= number:
+                break
+            cuts.append(cut)
+        return [*cuts, number]
+
+
+def _divided(tiles, spans, group: int, programs: int, least_work: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of keys with their units and slots, those with the most work first, and the sums."""
-    work = [_queries(tile, spans) * group for tile in tiles]
-    most = max(sum(map(sum, work)) / programs, least_work)
-    found, sums, slots = [], [], 0
-    for tile, units in zip(tiles, work, strict=True):
-        cuts = _cuts(units, math.ceil(sum(units) / most))
-        if len(cuts) == 2:
-            found.append((-sum(units), (*tile, 0, len(units), -1)))
-            continue
-        sums.append((*tile[:2], slots, slots + len(cuts) - 1))
-        for first, end in itertools.pairwise(cuts):
-            found.append((-sum(units[first:end]), (*tile, first, end, slots)))
-            slots += 1
-    found.sort(key=lambda tile: tile[0])
-    return [tile for _, tile in found], sums
-
-
-def _cuts(units: list[int], pieces: int) -> list[int]:
-    """Where to cut units, in their order, for at most so many pieces of about the same work."""
-    cuts, reached, whole = [0], 0, sum(units)
-    for i, unit in enumerate(units[:-1], 1):
-        reached += unit
-        if reached * pieces >= whole * len(cuts):
-            cuts.append(i)
-    return [*cuts, len(units)]
+    first, end, start, _, first_span, end_span = tiles.unbind(1)
+    sizes = spans[:, 1] - spans[:, 0]
+    through = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    work = (through[end_span] - through[first_span] - (first - start)) * group
+    most = max(int(work.sum()) / programs, least_work)
+    pieces = (work.double() / most).ceil().long()
+    large = pieces.gt(1).nonzero().flatten()
+    numbers = torch.stack([first, end, first_span, end_span, first - start, pieces], dim=1)[large].tolist()
+    counts, sums, units, weights = torch.ones_like(work), [], [], []
+    through = through.tolist() if numbers else []
+    for i, (row, end_row, low, high, missed, number) in zip(large.tolist(), numbers, strict=True):
+        block = _Block(through, low, high, missed, group)
+        pairs = list(itertools.pairwise(block.cuts(number)))
+        if len(pairs) > 1:
+            counts[i] = len(pairs)
+            sums.append((row, end_row, len(units), len(units) + len(pairs)))
+            units += pairs
+            weights += [block.work(b) - block.work(a) for a, b in pairs]
+    tile = torch.repeat_interleave(counts)
+    whole = torch.stack([torch.zeros_like(work), (end_span - first_span) * group, torch.full_like(work, -1)], dim=1)
+    whole, work = whole[tile], work[tile]
+    if sums:
+        parted = (counts > 1)[tile]
+        whole[parted] = torch.cat([torch.tensor(units), torch.arange(len(units))[:, None]], dim=1)
+        work[parted] = torch.tensor(weights)
+    found = _most_first(torch.cat([tiles[tile], whole], dim=1), work)
+    return found, torch.tensor(sums, dtype=torch.int64).view(-1, WIDTHS[-1])
 
 
 def _static_tables(layout: PackedLayout, q_rows: int, d_rows: int, k_rows: int, group: int) -> Tables:
