@@ -144,6 +144,7 @@ def private_attributes(path: Path, context: type) -> set[str]:
 def test_every_private_attribute_that_is_read_is_listed_above(trainer):
     path = Path(inspect.getfile(trainer))
     own = {name for value in vars(inspect.getmodule(trainer)).values() for name in getattr(value, "__dict__", {})}
+    own |= {name for part in trainer.__mro__ if part.__module__.startswith("unsloth_trl.") for name in vars(part)}
     theirs = {name for name, owner in READ.items() if issubclass(trainer, owner)}
     read = private_attributes(path, ast.Load) - own
     assert read - private_attributes(path, ast.Store) <= theirs
