@@ -7,11 +7,12 @@ import gguf
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.hub.gguf_models import byte_level_tokenizer, model_folder, read_tensors, split_steps
 from tests.tiny import lora_config, tiny_model, tiny_tokenizer
 from unsloth_trl import FastLanguageModel, cli
+from unsloth_trl.models.base_state import BASE_STATE
 
 
 IDS = torch.tensor([[7, 60, 99, 300]])
@@ -105,6 +106,45 @@ def test_rows_for_new_tokens_and_for_padding(tmp_path):
     loaded, own = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), 64, load_in_4bit=False)
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=ids).logits, expected, atol=1e-5) and len(own) == 131
+
+
+@pytest.fixture(scope="module")
+def qlora(folders, tmp_path_factory):
+    """An adapter over the base in 4 bits and with twice its positions, and the logits of both together."""
+    folder, _ = folders
+    out = tmp_path_factory.mktemp("qlora")
+    with pytest.warns(UserWarning, match="RoPE is scaled linearly by 2"):
+        model, tokenizer = FastLanguageModel.from_pretrained(folder / "base", 512)
+    torch.manual_seed(0)
+    model = FastLanguageModel.get_peft_model(model, r=4, init_lora_weights=False).train()  # as in training
+    model.save_pretrained_merged(out, tokenizer, save_method="lora")
+    with torch.no_grad():
+        return out, model(input_ids=IDS).logits
+
+
+def test_b56_merged_with_what_the_adapter_was_trained_on(folders, qlora, tmp_path, capsys):
+    out, expected = qlora
+    assert cli.main(["merge", str(out), str(tmp_path / "merged")]) == 0
+    assert "was trained on its base in 4 bits, and is merged with what these 4 bits are" in capsys.readouterr().out
+    assert cli.main(["merge", str(out), str(tmp_path / "original"), "--original_weights"]) == 0
+    ours, original = logits_of(tmp_path / "merged"), logits_of(tmp_path / "original")
+    assert (ours - expected).norm() < 0.02 * expected.norm() < 0.2 * (original - expected).norm()
+    for name in ("merged", "original"):
+        config = AutoConfig.from_pretrained(tmp_path / name)
+        assert config.rope_parameters["factor"] == 2 and config.max_position_embeddings == 512
+        assert not (tmp_path / name / BASE_STATE).exists()
+
+
+def test_an_adapter_is_loaded_as_it_was_trained(qlora):
+    out, expected = qlora
+    model, _ = FastLanguageModel.from_pretrained(out, 64)
+    assert model.config.rope_parameters["factor"] == 2 and model.get_base_model().max_seq_length == 64
+    with torch.no_grad():
+        assert torch.allclose(model.train()(input_ids=IDS).logits, expected, atol=1e-4)
+    with pytest.warns(
+        UserWarning, match="on its base in 4 bits and is loaded on it in 16.*load_in_4bit=True, load_in_8"
+    ):
+        FastLanguageModel.from_pretrained(out, 64, load_in_4bit=False)
 
 
 def test_a_base_in_a_gguf_file(folders, tmp_path):

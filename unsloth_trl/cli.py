@@ -104,6 +104,11 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
             default="auto",
             help="of the weights that are loaded (default: as the base model is stored)",
         )
+        command.add_argument(
+            "--original_weights",
+            action="store_true",
+            help="merge with the base as it is stored, though the adapter was trained on it in 4 or 8 bits",
+        )
         command.add_argument("--trust_remote_code", action="store_true", help="run model code from the Hub")
         command.add_argument("--push_to_hub", metavar="OWNER/NAME", help="push the result to this repository too")
         command.add_argument("--private", action="store_true", default=None, help="a new repository is private")

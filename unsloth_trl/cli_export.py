@@ -83,9 +83,10 @@ def _adapter(name: str) -> PeftConfig | None:
 
 def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model with its adapter, or the whole model, and its tokenizer; as `FastLanguageModel` loads them."""
+    from .models.base_state import BASE_STATE, bits_of, dtype_of, quantization_of, read_base_state, set_positions
     from .models.loading_adapters import load_tokenizer, with_adapter
     from .models.loading_sources import find_source
-    from .models.loading_weights import Loading, load_weights, require_gguf
+    from .models.loading_weights import Loading, load_weights, require_bitsandbytes, require_gguf
 
     whole = options.base or (options.model if adapter is None else adapter.base_model_name_or_path)
     if not whole:
@@ -108,12 +109,21 @@ def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any,
             f"the base model of {options.model} is {whole}, which is neither a folder here nor can be had from the "
             f"Hub: pass --base ({str(error).splitlines()[0]})"
         ) from error
+    adapter_source = None if adapter is None else find_source(options.model)
+    state = {} if adapter is None else read_base_state(adapter_source.file(BASE_STATE))
+    set_positions(config, state)
+    bits, quantization = 16, None
+    as_trained = not options.original_weights and not hasattr(config, "quantization_config")
+    if as_trained and (found := quantization_of(state)) is not None:
+        bits, quantization = bits_of(state), None if source.gguf_file else found
+        require_bitsandbytes(bits)
+        dtype = dtype_of(state) if dtype == "auto" else dtype
+        print(f"{options.model} was trained on its base in {bits} bits, and is merged with what these {bits} bits are")
     model_options = {"trust_remote_code": True} if own_code else {}
-    model = load_weights(source, config, Loading(dtype, 16, None, None, model_options))
+    model = load_weights(source, config, Loading(dtype, bits, None, quantization, model_options))
     model.name_or_path = model.config._name_or_path = source.label
     if adapter is None:
         return model, load_tokenizer(source, own_code)
-    adapter_source = find_source(options.model)
     tokenizer = load_tokenizer(source, own_code, adapter_source)
     return with_adapter(model, tokenizer, adapter, adapter_source, own_code)
 

@@ -19,6 +19,7 @@ from unsloth_trl.hub.kinds import kinds_among
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 BESIDE = TOKENIZER | {"generation_config.json", "README.md"}
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "base_model_state.json"}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_b63_a_trainer_pushes_to_a_repository_that_was_private_first(hub, traine
 
 
 def test_b63_the_pushed_adapter_is_whole(hub, trained, base, tmp_path):
-    expected = BESIDE | {"adapter_config.json", "adapter_model.safetensors", "training_args.bin"}
+    expected = BESIDE | ADAPTER | {"training_args.bin"}
     assert files_of(hub, "someone/adapter") == expected
     folder = write(hub, "someone/adapter", tmp_path)
     assert_usable_tokenizer(folder, base)
@@ -218,7 +219,7 @@ def test_an_adapter_alone(hub, base, tmp_path):
     succeed(hub.run(hub_client.push_merged, base, "someone/lora", save_method="lora"))
     assert hub.repos["someone/lora"].private is None  # what the account has set
     files = files_of(hub, "someone/lora")
-    assert files == BESIDE | {"adapter_config.json", "adapter_model.safetensors"}
+    assert files == BESIDE | ADAPTER
     assert_usable_tokenizer(write(hub, "someone/lora", tmp_path), base)
     config = json.loads(hub.repos["someone/lora"].files["adapter_config.json"])
     assert config["base_model_name_or_path"] == "someone/tiny"
@@ -347,7 +348,7 @@ def test_a_trainer_goes_on_after_a_push_that_failed(hub, base, tmp_path):
     assert len(losses) == 4
     assert hub.repos["someone/middle"].commits[-1]["message"] == "End of training"
     files = files_of(hub, "someone/middle")
-    assert files == BESIDE | {"adapter_config.json", "adapter_model.safetensors", "training_args.bin"}
+    assert files == BESIDE | ADAPTER | {"training_args.bin"}
     folder = write(hub, "someone/middle", tmp_path / "hub")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
@@ -366,7 +367,7 @@ def test_the_command_line_pushes_what_it_has_trained(hub, base, tmp_path):
     assert repo.private is True
     # the checkpoint of the last step, and the end, which has the name of the data
     assert [commit["message"] for commit in repo.commits][-1] == "End of training"
-    expected = BESIDE | {"adapter_config.json", "adapter_model.safetensors", "training_args.bin"}
+    expected = BESIDE | ADAPTER | {"training_args.bin"}
     assert files_of(hub, "someone/cli") == expected
     readme = repo.files["README.md"].decode()
     assert "`rows.jsonl`" in readme and str(tmp_path) not in readme and "base_model: someone/tiny" in readme

@@ -23,6 +23,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from ..models.base_state import save_base_state
 from ..patches.quantization.loading import load_in_4bit
 from .checkpoints import Checkpoint, check_disk, check_target, local_folder, replacing, weight_files
 from .merge_layers import MergedWeight, merged_weights, plain_model
@@ -203,6 +204,7 @@ def _write_adapter(model: nn.Module, target: Path, tokenizer) -> MergeReport:
         model.save_pretrained(str(folder), selected_adapters=list(model.active_adapters))
         if len(model.active_adapters) == 1:
             _lift(folder / model.active_adapters[0], folder)
+        save_base_state(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("adapter_model*")))

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..patches.quantization.experts import find_experts
 from ..patches.registry import base_model, current_report
+from .base_state import BASE_STATE, bits_of, positions_of, read_base_state, set_positions
 from .loading_adapters import (
     TARGETS,
     default_targets,
@@ -158,7 +159,18 @@ class FastLanguageModel:
         own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
         check_architecture(config, strict=strict, own_code=own_code)
         device_map = default_device_map() if device_map is None else device_map
+        state = {} if adapter is None else read_base_state(adapter_source.file(BASE_STATE))
+        positions = positions_of(config)
+        if rope_scaling is None:
+            set_positions(config, state)
         fit_positions(config, max_seq_length, rope_scaling)
+        if bits_of(state) not in (None, bits) and not (quantization_config or hasattr(config, "quantization_config")):
+            warnings.warn(
+                f"{model_name} was trained on its base in {bits_of(state)} bits and is loaded on it in {bits}, which "
+                f"is another model; load_in_4bit={bits_of(state) == 4}, load_in_8bit={bits_of(state) == 8} is the one "
+                "that was trained",
+                stacklevel=2,
+            )
         options = {"trust_remote_code": True} if trust_remote_code else {}
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
@@ -170,6 +182,8 @@ class FastLanguageModel:
         if adapter is not None:
             model, tokenizer = with_adapter(model, tokenizer, adapter, adapter_source, trust_remote_code)
         base = base_model(model)
+        if (scaled := positions_of(config)) != positions:
+            base.scaled_positions = scaled
         if resize_model_vocab is not None:
             _resize_to(base, resize_model_vocab)
         if fix_tokenizer:

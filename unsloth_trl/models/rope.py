@@ -40,7 +40,8 @@ def fit_positions(config: Any, max_seq_length: int, rope_scaling: dict[str, Any]
     warnings.warn(
         f"max_seq_length={max_seq_length} is more than the {limit} positions of model_type '{config.model_type}': "
         f"RoPE is scaled linearly by {factor:g}, for short texts too. An adapter that is trained so needs the same "
-        f"max_seq_length when it is loaded. Set max_seq_length={limit} to leave RoPE as it is",
+        "RoPE when it is loaded: FastLanguageModel finds it beside one that a trainer of this package or "
+        f"save_pretrained_merged has saved. Set max_seq_length={limit} to leave RoPE as it is",
         stacklevel=3,
     )
 

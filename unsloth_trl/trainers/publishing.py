@@ -21,6 +21,7 @@ from ..hub.card import (
 from ..hub.kinds import refuse_other_kinds, refuse_other_kinds_on_hub
 from ..hub.push import save_generation_config
 from ..hub.refusals import explain_refusal, refuse_public
+from ..models.base_state import save_base_state
 from .measurement import RunMeasurement
 
 
@@ -100,6 +101,7 @@ class Publishing:
         mend_base(folder, base_of(model))
         if is_peft_model(model):
             save_generation_config(model, folder)
+            save_base_state(model, folder)
 
     def create_model_card(
         self,
