@@ -180,6 +180,7 @@ COVERAGE = {
     "B56": [
         "tests/hub/test_merge_quantized.py::test_b56_base_that_the_adapter_saw_and_original",
         "tests/hub/test_merge_quantized.py::test_b56_the_original_has_to_be_there",
+        "tests/test_cli_export.py::test_b56_merged_with_what_the_adapter_was_trained_on",
     ],
     "B57": [
         "tests/hub/test_merge_quantized.py::test_b57_four_bits_become_sixteen",
@@ -201,6 +202,7 @@ COVERAGE = {
         "tests/hub/test_card.py::test_b60_the_name_in_the_adapter_counts_first",
         "tests/hub/test_hub.py::test_b60_pushed_files_name_the_repository_of_the_base",
         "tests/hub/test_hub.py::test_b60_a_local_base_is_warned_of",
+        "tests/hub/test_card.py::test_b60_a_gguf_file_as_the_base",
     ],
     "B61": [
         "tests/data/test_responses.py::test_b61_a_trainer_learns_answers_and_their_ends",
@@ -213,6 +215,8 @@ COVERAGE = {
         "tests/hub/test_hub.py::test_b62_a_folder_that_is_pushed_has_one_kind",
         "tests/models/test_loading_adapters.py::test_b62_a_folder_with_a_model_and_an_adapter",
         "tests/hub/test_merge_folders.py::test_b62_one_folder_holds_one_kind",
+        "tests/test_cli_export.py::test_b62_a_folder_with_two_kinds_is_refused",
+        "tests/hub/test_card.py::test_b62_a_folder_with_the_other_kind_is_said_before_training",
     ],
     "B63": [
         "tests/hub/test_hub.py::test_b63_a_trainer_pushes_to_a_repository_that_was_private_first",
