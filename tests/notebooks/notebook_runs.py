@@ -8,6 +8,7 @@ from typing import Any
 import nbformat
 import papermill
 import pytest
+import torch
 
 from tests.hub.gguf_models import byte_level_tokenizer, model_folder, split_steps
 
@@ -16,9 +17,25 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 
 
-def save_tiny(folder: Path, model_type: str, **config: Any) -> str:
-    """A random model in fp32 with a tokenizer that GGUF can express and a chat template; returns its folder."""
-    model_folder(folder, model_type, byte_level_tokenizer(split_steps(None)), max_position_embeddings=1024, **config)
+def save_tiny(folder: Path, model_type: str, likely_eos: bool = False, **config: Any) -> str:
+    """
+    A random model with a tokenizer that GGUF can express and a chat template.
+
+    Args:
+        folder (`Path`): Where to save both.
+        model_type (`str`): One of `tests.tiny.ARCHITECTURES`.
+        likely_eos (`bool`): Make EOS likely after some tokens, so that completions have different lengths.
+        config: Overrides.
+
+    Returns:
+        The folder.
+    """
+    tokenizer = byte_level_tokenizer(split_steps(None))
+    model = model_folder(folder, model_type, tokenizer, max_position_embeddings=1024, **config)
+    if likely_eos:
+        with torch.no_grad():
+            model.lm_head.weight[tokenizer.eos_token_id] *= 4
+        model.save_pretrained(folder)
     return str(folder)
 
 
