@@ -317,6 +317,16 @@ def test_a_fully_trained_model(tmp_path):
     assert all(torch.equal(state[name], value.bfloat16()) for name, value in model.state_dict().items())
 
 
+def test_a_fully_trained_model_after_autocast(tmp_path):
+    """The trainer leaves its autocast around the forward; weights that were trained in fp32 can be saved so."""
+    model = run_sft(unsloth_trl, "llama", packing=True, bf16=True).trainer.model
+    before = model.forward
+    report = write_merged(model, tmp_path / "merged", dtype=torch.float32)
+    assert report.verification.gap < FP32 and model.forward is before
+    state = reloaded(tmp_path / "merged").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_dtype_of_the_checkpoint_it_came_from(dtype, tmp_path):
     """TRL loads in fp32; a card without bf16 needs fp16 back."""

@@ -317,6 +317,9 @@ def test_verification_that_does_not_fit_says_so(model, tmp_path, monkeypatch, ca
 
 
 def test_places_that_cannot_be_replaced(model, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"save_directory=.*: .*/file is a file: name another folder"):
+        save_pretrained_merged(model, tmp_path / "file" / "merged")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="file' is a file: name a folder"):
         save_pretrained_merged(model, tmp_path / "file")

@@ -88,6 +88,8 @@ def check_target(target: Path, bases: list[Path], save_method: str) -> None:
     """
     if target.exists() and not target.is_dir():
         raise ValueError(f"save_directory={str(target)!r} is a file: name a folder")
+    if (file := next((path for path in target.parents if path.is_file()), None)) is not None:
+        raise ValueError(f"save_directory={str(target)!r}: {file} is a file: name another folder")
     for base in bases:
         if target == base.resolve():
             raise ValueError(

@@ -138,7 +138,7 @@ def compare(model: PreTrainedModel, saved: PreTrainedModel, weights: list[Merged
 
 def live_logits(model: PreTrainedModel, ids: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Logits of the live model in evaluation mode, without its packed attention.
+    Logits of the live model in evaluation mode, without its packed attention and a trainer's autocast.
 
     Args:
         model (`PreTrainedModel`): The live model.
@@ -154,11 +154,25 @@ def live_logits(model: PreTrainedModel, ids: torch.Tensor | None = None) -> torc
             # in evaluation bitsandbytes reorders 4-bit weights on some CPUs, and rounds their scales for good
             if type(module).__name__ == "Linear4bit":
                 module.training = True
-        with own_attention(model):
+        with own_attention(model), _without_autocast(model):
             return _logits(model, _some_ids(model) if ids is None else ids)
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def _without_autocast(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context the model computes in the dtype of its weights, as the saved one does."""
+    wrapped, own = vars(model).get("forward"), vars(model).get("_original_forward")  # by `Accelerator.prepare`
+    if wrapped is None or own is None:
+        yield
+        return
+    model.forward = own
+    try:
+        yield
+    finally:
+        model.forward = wrapped
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
