@@ -7,7 +7,7 @@ import gguf
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.hub.gguf_models import byte_level_tokenizer, model_folder, read_tensors, split_steps
 from tests.tiny import lora_config, tiny_model, tiny_tokenizer
@@ -145,6 +145,30 @@ def test_an_adapter_is_loaded_as_it_was_trained(qlora):
         UserWarning, match="on its base in 4 bits and is loaded on it in 16.*load_in_4bit=True, load_in_8"
     ):
         FastLanguageModel.from_pretrained(out, 64, load_in_4bit=False)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+def test_b56_experts_in_4_bits(nested, tmp_path):
+    """With TRL's default, and with that of FastLanguageModel."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base", 64, quantization_config=four)
+    torch.manual_seed(0)
+    model = FastLanguageModel.get_peft_model(model, r=4, init_lora_weights=False).train()
+    model.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
+    ids = torch.tensor([[9, 12, 50, 60]])
+    assert cli.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    assert cli.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "off"), "--original_weights"]) == 0
+    loaded, _ = FastLanguageModel.from_pretrained(tmp_path / "adapter", 64)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        assert torch.allclose(loaded.train()(input_ids=ids).logits, expected, atol=1e-4)
+        ours, off = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(input_ids=ids).logits
+            for name in ("merged", "off")
+        )
+    assert (ours - expected).norm() < 0.05 * expected.norm() < 0.5 * (off - expected).norm()
 
 
 def test_a_base_in_a_gguf_file(folders, tmp_path):

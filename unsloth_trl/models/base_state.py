@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 
+from ..patches.quantization.loading import METHOD
 from ..patches.registry import base_model
 
 
@@ -30,6 +31,8 @@ def save_base_state(model: nn.Module, folder: str | Path) -> None:
     if config is not None:
         values = config if isinstance(config, dict) else config.to_dict()
         state["quantization"] = {key: values[key] for key in _QUANTIZED if values.get(key) is not None}
+        if getattr(values.get("quant_method"), "value", values.get("quant_method")) == METHOD:
+            state["quantization"]["load_in_4bit"] = True  # which is all that it can be
     if positions := getattr(base, "scaled_positions", None):
         state["positions"] = positions
     text = json.dumps(state, indent=2, sort_keys=True) + "\n"

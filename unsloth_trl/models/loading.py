@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..patches.quantization.experts import find_experts
 from ..patches.registry import base_model, current_report
-from .base_state import BASE_STATE, bits_of, positions_of, read_base_state, set_positions
+from .base_state import BASE_STATE, bits_of, positions_of, quantization_of, read_base_state, set_positions
 from .loading_adapters import (
     TARGETS,
     default_targets,
@@ -27,7 +27,14 @@ from .loading_adapters import (
 )
 from .loading_arguments import refuse_unknown
 from .loading_sources import HUB, base_of, find_source, read_adapter
-from .loading_weights import Loading, choose_dtype, default_device_map, load_weights, require_gguf
+from .loading_weights import (
+    Loading,
+    choose_dtype,
+    default_device_map,
+    load_weights,
+    require_bitsandbytes,
+    require_gguf,
+)
 from .rope import fit_positions
 from .saving_methods import add_saving_methods
 from .support import check_architecture
@@ -175,6 +182,11 @@ class FastLanguageModel:
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         chosen = choose_dtype(dtype, device_map, full_finetuning)
+        as_trained = quantization_of(state)
+        if as_trained is not None and quantization_config is None and bits == bits_of(state) and not source.gguf_file:
+            require_bitsandbytes(bits)
+            as_trained.bnb_4bit_compute_dtype = chosen
+            quantization_config = None if hasattr(config, "quantization_config") else as_trained
         model = load_weights(source, config, Loading(chosen, bits, device_map, quantization_config, options))
         # PEFT reads the attribute, transformers writes the config
         model.name_or_path = model.config._name_or_path = source.label
