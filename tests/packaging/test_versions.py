@@ -78,3 +78,15 @@ def test_found_and_supported(install):
         "found (supported): torch 2.13.0+cpu (>=2.11), transformers 5.24.0 (>=5.17), trl 1.16.0 (>=1.16), "
         "peft missing (>=0.21)"
     )
+
+
+def test_the_quick_part_runs_on_the_oldest():
+    """What `.ci/versions oldest` installs is what is required, and the files that it runs are there."""
+    lines = (ROOT / ".ci" / "oldest.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert pinned.keys() == {"transformers", "trl", "peft"}
+    for name, version in pinned.items():
+        assert version == f"{versions.MINIMUM[name]}.0"
+    files = (ROOT / ".ci" / "quick.txt").read_text(encoding="utf-8").splitlines()
+    assert len(files) == len(set(files)) > 10
+    assert [name for name in files if not (ROOT / name).is_file()] == []

@@ -14,7 +14,8 @@ from unsloth_trl import __version__
 
 
 ROOT = Path(__file__).parents[2]
-PACKED = ("unsloth_trl", "patches", "tests", "README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".gitignore")
+FOLDERS = (".ci", "unsloth_trl", "patches", "tests")
+PACKED = (*FOLDERS, "README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".gitignore")
 
 
 def build(kind: str, source: Path, folder: Path) -> Path:
@@ -74,6 +75,8 @@ def test_wheel_has_each_source_once(wheel):
     expected |= {f"unsloth_trl/patches/{name}" for name in sources(ROOT / "patches")}
     assert sorted(name for name in names if name.endswith(".py")) == sorted(expected)
     assert "unsloth_trl/patches/layout.py" in names and "unsloth_trl/py.typed" in names
+    templates = {f"unsloth_trl/hub/templates/{path.name}" for path in (ROOT / "unsloth_trl/hub/templates").iterdir()}
+    assert len(templates) > 1 and templates <= set(names)
     assert {name.split("/")[0] for name in names} == {"unsloth_trl", f"unsloth_trl-{__version__}.dist-info"}
 
 
@@ -107,6 +110,32 @@ def test_unpacked_wheel_imports(wheel, tmp_path):
     assert done.stdout.splitlines() == [str(package / "__init__.py"), str(package / "patches" / "layout.py")]
 
 
+def test_all_of_the_wheel_imports_outside_of_the_checkout(checkout, tmp_path):
+    """Every module, with warnings of the package itself as errors."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(build("wheel", checkout, tmp_path)) as archive:
+        archive.extractall(site)
+    code = (
+        "import warnings\n"
+        "with warnings.catch_warnings():\n"
+        "    warnings.simplefilter('error')\n"
+        "    import unsloth_trl\n"
+        "import importlib, pkgutil\n"
+        "for name in unsloth_trl.__all__:\n"
+        "    getattr(unsloth_trl, name)\n"
+        "found = [m.name for m in pkgutil.walk_packages(unsloth_trl.__path__, 'unsloth_trl.')]\n"
+        "for name in found:\n"
+        "    assert importlib.import_module(name).__file__.startswith(unsloth_trl.__path__[0]), name\n"
+        "print(unsloth_trl.__file__)\nprint(*found)"
+    )
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    where, found = done.stdout.splitlines()[-2:]
+    assert where == str(site / "unsloth_trl" / "__init__.py")
+    assert {"unsloth_trl.hub.merge", "unsloth_trl.trainers.saving", "unsloth_trl.patches.moe.op"} <= set(found.split())
+
+
 def test_sdist_has_what_its_tests_need(unpacked_sdist):
-    for name in ("patches/layout.py", "unsloth_trl/py.typed", "tests/conftest.py", "LICENSE", "README.md"):
+    for name in ("patches/layout.py", "unsloth_trl/py.typed", "tests/conftest.py", ".ci/oldest.txt", "README.md"):
         assert (unpacked_sdist / name).is_file(), name
