@@ -1,5 +1,6 @@
 """A save that is killed, fails or is done twice leaves the last good checkpoint, and nothing that looks like one."""
 
+import errno
 import json
 import os
 import resource
@@ -93,6 +94,40 @@ def test_killed_while_replacing(killer, tmp_path, renames):
     assert names(tmp_path) == ["checkpoint-3"]
     found = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert found == {"is": "new" if renames == 2 else "old"}
+
+
+def test_a_disk_without_renames(tmp_path, monkeypatch):
+    """Object stores that are mounted as a folder: copied, the file that makes a checkpoint complete at the end."""
+    order, copy = [], shutil.copy2
+    # copytree's default is bound to the function itself
+    tree = shutil.copytree
+    monkeypatch.setattr(shutil, "copytree", lambda *args, **kwargs: tree(*args, copy_function=copying, **kwargs))
+
+    def refuse(self, target):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    def copying(source, target, **kwargs):
+        order.append(Path(source).name)
+        return copy(source, target, **kwargs)
+
+    monkeypatch.setattr(shutil, "copy2", copying)
+    for _ in range(2):
+        order.clear()
+        make(folder=tmp_path, **(CASE | {"max_steps": 1})).train()
+        assert order[-1] == "trainer_state.json" and names(tmp_path) == ["checkpoint-1"]
+    assert is_complete(tmp_path / "checkpoint-1")
+
+
+def test_a_missing_permission_stays_itself(tmp_path, monkeypatch):
+    def refuse(self, target):
+        raise PermissionError(errno.EACCES, "Permission denied", str(target))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*checkpoint-1"):
+        make(folder=tmp_path, **(CASE | {"max_steps": 1})).train()
+    assert names(tmp_path) == []
 
 
 def train_on_small_disk(connection, largest: int, folder: str) -> None:

@@ -20,6 +20,8 @@ _REPLACED = "replaced"
 _PUT_ASIDE = "_interrupted-"
 # the mark of transformers' `enable_jit_checkpoint`
 _MARK = "checkpoint-is-incomplete.txt"
+# what file systems say that have no rename of folders, or no fsync
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
@@ -103,19 +105,32 @@ def put_in_place(checkpoint: Path, folder: Path) -> Path:
     if target.exists():
         replaced = checkpoint.parent / _REPLACED
         replaced.mkdir(exist_ok=True)
-        target.rename(replaced / target.name)
-    checkpoint.rename(target)
+        _move(target, replaced / target.name)
+    _move(checkpoint, target)
     _flush([folder])
     return target
 
 
-def _remove(folder: Path) -> None:
-    # another process of this run may be at it too
-    def unless_gone(function, path, info) -> None:
-        if not isinstance(info[1], FileNotFoundError):
-            raise info[1]
+def _move(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        # mounted object stores: the file that says that a checkpoint is complete comes last
+        state = source / TRAINER_STATE_NAME
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(TRAINER_STATE_NAME))
+        if state.exists():
+            shutil.copy2(state, target)
+        _remove(source)
 
-    shutil.rmtree(folder, onerror=unless_gone)
+
+def _remove(folder: Path) -> None:
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:  # another process of this run is at it too
+            continue
 
 
 def _flush(paths: list[Path]) -> None:
@@ -127,7 +142,7 @@ def _flush(paths: list[Path]) -> None:
             try:
                 os.fsync(descriptor)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # file systems without it
+                if error.errno not in _UNSUPPORTED:
                     raise
 
 

@@ -1,5 +1,6 @@
 """The place of a GRPO run in its generation cycle, and the completions in use there, as a checkpoint has them."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ class GenerationCycle(Saving):
                 f"{checkpoint} is in the middle of a generation cycle, {self._step % self._cycle} of {self._cycle} "
                 f"micro-batches after its start, and {reason}: completions of the same prompts are generated anew for "
                 "the rest of the cycle. Make save_steps a multiple of "
-                f"{self._steps_per_cycle} (steps_per_generation * num_iterations / gradient_accumulation_steps) to "
-                "save between cycles."
+                f"{self._steps_per_cycle}, the optimizer steps of a cycle, to save between cycles."
             )
 
     def _load_completions(self, checkpoint: Path) -> str | None:
@@ -78,7 +78,10 @@ class GenerationCycle(Saving):
         path = self._completions_file(checkpoint)
         if not path.is_file():
             return f"has no {path.name}"
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            return f"has more than tensors and plain values in {path.name}"
         for name, value in self._shape().items():
             if saved["shape"][name] != value:
                 return f"was saved with {name}={saved['shape'][name]}, which is {value} now"

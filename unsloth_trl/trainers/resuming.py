@@ -55,7 +55,7 @@ class Resuming:
 
     def _save_progress(self, checkpoint: Path) -> None:
         progress = self._progress()
-        if self.args.should_save:
+        if progress and self.args.should_save:
             (checkpoint / PROGRESS_NAME).write_text(json.dumps(progress), encoding="utf-8")
 
     def _load_progress(self, checkpoint: Path, train_dataloader: Any) -> None:

@@ -1,5 +1,6 @@
 """What both trainers do for checkpoints: a save that fails or is killed never costs the last good one."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -172,7 +173,10 @@ class Saving(Resuming):
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    if isinstance(error, (OSError, SafetensorError)):
+    """Whether a write failed for what the disk is or has; errors such as a missing permission say enough."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    if isinstance(error, SafetensorError):
         return True
     # torch.save has no error of its own for what its writer meets
     return isinstance(error, RuntimeError) and any(
