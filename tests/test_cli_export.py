@@ -171,12 +171,13 @@ def test_b56_experts_in_4_bits(nested, tmp_path):
     assert (ours - expected).norm() < 0.05 * expected.norm() < 0.5 * (off - expected).norm()
 
 
-def test_a_base_in_a_gguf_file(folders, tmp_path):
+@pytest.mark.parametrize("four", [False, True], ids=["fp32", "4bit"])
+def test_a_base_in_a_gguf_file(four, folders, tmp_path):
     folder, _ = folders
     assert cli.main(["export-gguf", str(folder / "base"), str(tmp_path), "--quantization_method", "f32"]) == 0
-    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "base-F32.gguf"), 64, load_in_4bit=False)
+    model, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "base-F32.gguf", 64, load_in_4bit=four)
     torch.manual_seed(0)
-    model = FastLanguageModel.get_peft_model(model, r=4, init_lora_weights=False).eval()
+    model = FastLanguageModel.get_peft_model(model, r=4, init_lora_weights=False).train()
     model.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
     with torch.no_grad():
         expected = model(input_ids=IDS).logits

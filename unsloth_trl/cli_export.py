@@ -113,8 +113,8 @@ def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any,
     state = {} if adapter is None else read_base_state(adapter_source.file(BASE_STATE))
     set_positions(config, state)
     bits, quantization = 16, None
-    as_trained = not options.original_weights and not hasattr(config, "quantization_config")
-    if as_trained and (found := quantization_of(state)) is not None:
+    own = None if source.gguf_file else getattr(config, "quantization_config", None)  # of the checkpoint itself
+    if own is None and not options.original_weights and (found := quantization_of(state)) is not None:
         bits, quantization = bits_of(state), None if source.gguf_file else found
         require_bitsandbytes(bits)
         dtype = dtype_of(state) if dtype == "auto" else dtype

@@ -171,7 +171,8 @@ class FastLanguageModel:
         if rope_scaling is None:
             set_positions(config, state)
         fit_positions(config, max_seq_length, rope_scaling)
-        if bits_of(state) not in (None, bits) and not (quantization_config or hasattr(config, "quantization_config")):
+        own = None if source.gguf_file else getattr(config, "quantization_config", None)  # of the checkpoint itself
+        if bits_of(state) not in (None, bits) and own is None and quantization_config is None:
             warnings.warn(
                 f"{model_name} was trained on its base in {bits_of(state)} bits and is loaded on it in {bits}, which "
                 f"is another model; load_in_4bit={bits_of(state) == 4}, load_in_8bit={bits_of(state) == 8} is the one "
@@ -182,11 +183,11 @@ class FastLanguageModel:
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         chosen = choose_dtype(dtype, device_map, full_finetuning)
-        as_trained = quantization_of(state)
-        if as_trained is not None and quantization_config is None and bits == bits_of(state) and not source.gguf_file:
+        as_trained = None if own or quantization_config or source.gguf_file else quantization_of(state)
+        if as_trained is not None and bits == bits_of(state):
             require_bitsandbytes(bits)
             as_trained.bnb_4bit_compute_dtype = chosen
-            quantization_config = None if hasattr(config, "quantization_config") else as_trained
+            quantization_config = as_trained
         model = load_weights(source, config, Loading(chosen, bits, device_map, quantization_config, options))
         # PEFT reads the attribute, transformers writes the config
         model.name_or_path = model.config._name_or_path = source.label
