@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from unsloth_trl.patches.attention import fused
+from unsloth_trl.patches.attention import compiled, dispatch, fused
 from unsloth_trl.patches.attention.segments import eager_attend, segment_attention
 from unsloth_trl.patches.attention.tables import build_tables
 from unsloth_trl.patches.layout import PackedLayout
@@ -24,6 +24,8 @@ LAYOUTS = {
 HEADS = {
     "mha": (2, 2, 16, 16),
     "gqa": (4, 2, 32, 32),
+    "pair": (2, 1, 32, 32),
+    "seven": (7, 1, 16, 16),
     "odd": (2, 1, 24, 40),
     "mla": (2, 2, 96, 64),
 }
@@ -40,8 +42,9 @@ KINDS = {
 }
 CASES = [
     *((layout, "gqa", "all") for layout in LAYOUTS),
-    *(("tree", "gqa", kind) for kind in KINDS if kind != "all"),
-    *(("ragged", heads, "all") for heads in HEADS if heads != "gqa"),
+    # the tree's longest chain has 35 tokens
+    *(("tree", "pair", kind) for kind in KINDS if kind not in ("all", "window beyond")),
+    *(("ragged", heads, "all") for heads in HEADS if heads not in ("gqa", "pair")),
     *(("long", "odd", kind) for kind in ("plain", "window 60", "all")),
 ]
 # of forward, gradients of queries, and those of keys: all unlike, and small, so that there are blocks seen whole
@@ -89,7 +92,7 @@ def errors(found, expected):
 
 
 def kernels(tensors, layout, window, softcap):
-    """Output and gradients by the kernels, whatever the device."""
+    """Output and gradients by the kernels, whatever the device, with blocks of keys divided."""
     query, key, value, sinks, grad = tensors
     forward, for_queries, for_keys = BLOCKS
     group = query.shape[1] // key.shape[1]
@@ -113,29 +116,64 @@ def interpreted() -> dict[str, dict]:
     mend_interpreter()
     results = {}
     for case in CASES:
-        for dtype in (torch.float32, torch.float16)[: 2 if case[0] == "ragged" else 1]:
+        for dtype in (torch.float32, torch.float16)[: 1 + (case[0] == "ragged" and case[1] in ("gqa", "mla"))]:
             inputs = draw(*case, dtype)
             truth = eager(*inputs, torch.float64)
             results[f"{' / '.join(case)} {dtype}"] = {
                 "ours": errors(kernels(*inputs), truth),
                 "eager": errors(eager(*inputs, dtype), truth),
             }
-    return {"numbers": results | {"through autograd": through_autograd()}, "launches": launches()}
+    whole = {"through autograd": through_autograd(), "in a graph": in_a_graph(), "in a layer": in_a_layer()}
+    return {"numbers": results | whole, "launches": launches()}
+
+
+def in_a_graph() -> dict[str, list[float]]:
+    """A captured row: tables from the device, larger than this layout needs, in memory that was another layout's."""
+    tensors, layout, window, softcap = draw("ragged", "pair", "all", torch.float32)
+    sizes = {"cu_seqlens_size": 9, "max_seqlen_multiple": 64}
+    captured = PackedLayout([30, 2, 33], **sizes).of_any_lengths()
+    attended(tensors, captured, window, softcap)
+    captured._buffer.copy_(PackedLayout(layout.seqlens, **sizes)._buffer)  # as a replay does
+    captured.forget_derived()
+    return beside_eager(attended(tensors, captured, window, softcap), tensors, layout, window, softcap)
+
+
+def in_a_layer() -> dict[str, list[float]]:
+    """The op of compiled layers, whose fake has the shapes, dtypes and strides that the kernels give."""
+    tensors, layout, window, softcap = draw("empty prompt", "pair", "all", torch.float32)
+    query, key, value, sinks, grad = tensors
+    dispatch.fused_refusal = lambda query, value, dropout: None  # of anything but a GPU
+    handle = compiled.hold(layout)
+    leaves = [x.transpose(0, 1)[None].requires_grad_() for x in (query, key, value)]
+    leaves.append(sinks.to(torch.float16).requires_grad_())
+    arguments = (*leaves, handle, 0.3, window, softcap, "triton")
+    torch.library.opcheck(torch.ops.unsloth_trl.flash_attn_by_layout, arguments)
+    out = torch.ops.unsloth_trl.flash_attn_by_layout(*arguments)[0]
+    *grads, d_sinks = torch.autograd.grad(out, leaves, grad[None])
+    assert d_sinks.dtype == torch.float16
+    found = [out.detach()[0], *(x[0].transpose(0, 1) for x in grads)]
+    given = ([query, key, value, leaves[3], grad], layout, window, softcap)
+    return beside_eager(found, *given)
 
 
 def through_autograd() -> dict[str, list[float]]:
-    """`fused_attention` itself, with the blocks that it chooses."""
-    tensors, layout, window, softcap = draw("tree", "gqa", "all", torch.float32)
-    truth = eager(tensors, layout, window, softcap, torch.float64)
-    leaves = [t.requires_grad_() for t in tensors[:4]]
+    """`fused_attention` with sinks that do not lie next to each other in memory."""
+    tensors, *rest = draw("tree", "pair", "all", torch.float32)
+    tensors[3] = torch.stack([tensors[3], torch.full_like(tensors[3], float("nan"))], dim=1)[:, 0]
+    return beside_eager(attended(tensors, *rest), tensors, *rest)
+
+
+def attended(tensors, layout, window, softcap):
+    """Output and gradients by `fused_attention`, with the blocks that it chooses."""
+    leaves = [t.detach().requires_grad_() for t in tensors[:4]]
     query, key, value, sinks = leaves
-    apart = torch.stack([sinks, torch.full_like(sinks, float("nan"))], dim=1)[:, 0]  # not next to each other in memory
-    out = fused.fused_attention(query, key, value, layout, scale=0.3, window=window, softcap=softcap, sinks=apart)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, tensors[4])]
-    return {
-        "ours": errors(found, truth),
-        "eager": errors(eager(tensors, layout, window, softcap, torch.float32), truth),
-    }
+    out = fused.fused_attention(query, key, value, layout, scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[4])]
+
+
+def beside_eager(found, *given) -> dict[str, list[float]]:
+    truth, plain = (eager(*given, dtype)[: len(found)] for dtype in (torch.float64, torch.float32))
+    return {"ours": errors(found, truth), "eager": errors(plain, truth)}
 
 
 def launches() -> dict[str, int]:
@@ -150,7 +188,7 @@ def launches() -> dict[str, int]:
         return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def count(**options) -> int:
-        (query, key, value, _, grad), layout, *_ = draw("group", "gqa", "plain", torch.float32)
+        (query, key, value, _, grad), layout, *_ = draw("one token", "pair", "plain", torch.float32)
         attend = functools.partial(fused.fused_attention, layout=layout, scale=0.3)
         leaves = [t.requires_grad_() for t in (query, key, value)]
         out = checkpoint(lambda *given: attend(*given) * 2, *leaves, use_reentrant=False, **options)
