@@ -64,7 +64,8 @@ def set_incomplete_aside(folder: Path) -> list[Path]:
         if not is_complete(checkpoint):
             target = folder / f"{_PUT_ASIDE}{checkpoint.name}"
             _remove(target)
-            renamed.append(checkpoint.rename(target))
+            _move(checkpoint, target)
+            renamed.append(target)
     return renamed
 
 
@@ -83,7 +84,7 @@ def clear_aside(folder: Path) -> list[str]:
         return []
     for replaced in list_checkpoints(aside / _REPLACED):
         if not (folder / replaced.name).exists():
-            replaced.rename(folder / replaced.name)
+            _move(replaced, folder / replaced.name)
     incomplete = [path.name for path in list_checkpoints(aside)]
     _remove(aside)
     return incomplete
