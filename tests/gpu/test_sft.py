@@ -22,7 +22,7 @@ def keep(grads, name, p):
 
 
 class SyncDebug(TrainerCallback):
-    """Any host synchronisation in steps 4 to 9 raises: the two before them are warm-up, at whose end a clock is set."""
+    """Any host synchronisation in steps 4 to 9 raises; at the end of the warm-up before them a clock is set."""
 
     def __init__(self):
         self.watched = 0
