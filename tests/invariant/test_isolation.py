@@ -442,9 +442,6 @@ def test_resume_equals_uninterrupted(lora, tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     resumed = training_logs(trainer)
     assert len(resumed) == trainer.state.global_step == 4
-    for actual, expected in zip(resumed, whole.logs, strict=True):
-        # TRL keeps its count of tokens in memory only: it starts again after a restart
-        assert {**actual, "num_tokens": 0} == {**expected, "num_tokens": 0}
-    assert resumed[2]["num_tokens"] == whole.logs[2]["num_tokens"] - whole.logs[1]["num_tokens"]
+    assert resumed == whole.logs
     for name, update in updates_since(before, trainer.model).items():
         assert torch.equal(update, whole.updates[name]), name

@@ -37,6 +37,14 @@ class Press(TrainerCallback):
                 signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture(autouse=True)
+def python_s_own_handler():
+    """A shell starts what runs in its background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def checkpoints(folder) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name != "README.md")
 

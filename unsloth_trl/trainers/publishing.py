@@ -1,5 +1,7 @@
 """What both trainers do for the Hub: the model card, the base model's name, and one kind of model in a repository."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,9 @@ class Publishing:
         name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         token = token if token is not None else self.args.hub_token
         try:
-            super().init_hf_repo(token=token, private=private)
-            refuse_public(self.hub_model_id, self.args.hub_private_repo if private is None else private, token)
+            with self._private(private):
+                super().init_hf_repo(token=token)
+                refuse_public(self.hub_model_id, self.args.hub_private_repo, token)
             refuse_other_kinds_on_hub(self.hub_model_id, self._kind, token, self.args.hub_revision)
         except HfHubHTTPError as error:
             explain_refusal(error, name)
@@ -88,9 +91,19 @@ class Publishing:
         """As in the Trainer; raises `ValueError` if `output_dir` has a model of another kind than the trained one."""
         if self.is_world_process_zero():
             refuse_other_kinds(self.args.output_dir, self._kind)
-        return super().push_to_hub(
-            commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
-        )
+        with self._private(private):
+            return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
+
+    @contextlib.contextmanager
+    def _private(self, private: bool | None) -> Iterator[None]:
+        """`hub_private_repo` for one call: the Trainer of older transformers has no argument for it."""
+        before = self.args.hub_private_repo
+        if private is not None:
+            self.args.hub_private_repo = private
+        try:
+            yield
+        finally:
+            self.args.hub_private_repo = before
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
