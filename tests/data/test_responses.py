@@ -4,8 +4,10 @@ import random
 
 import pytest
 import torch
+import transformers
 import trl
 from datasets import Dataset
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
@@ -248,9 +250,20 @@ def _texts(batch, tokenizer):
     ]
 
 
+def _masks_end_in_white_space() -> bool:
+    """transformers 5.17 lets a mask go on to the end if the last character of an answer is in no token."""
+    chat = [{"role": role, "content": "w9"} for role in ("user", "assistant", "user", "assistant")]
+    made = tiny_tokenizer().apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    right = made["assistant_masks"] == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert right or Version(transformers.__version__) < Version("5.24")
+    return right
+
+
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
 def test_equals_trl_s_assistant_masks(packing, tmp_path):
     """A template with generation markers: the parts found in it give the labels that TRL takes from the markers."""
+    if not _masks_end_in_white_space():
+        pytest.skip("this transformers masks too much with this tokenizer")
     config = {"packing": packing, "max_length": 64, "shuffle_dataset": False}
     marked = trainer_of(tiny_tokenizer(), word_rows(), tmp_path, assistant_only_loss=True, **config)
     masked = train_on_responses_only(trainer_of(tiny_tokenizer(), word_rows(), tmp_path, **config))
