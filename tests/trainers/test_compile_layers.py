@@ -311,8 +311,8 @@ def test_tiles_come_back_where_nothing_is_compiled(untranslated):
         assert tiled(model) == expected
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_every_architecture_runs_compiled(model_type, untranslated):
+@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name not in SEVERAL])
+def test_every_other_architecture_runs_compiled(model_type, untranslated):
     model = tiny_model(model_type)
     layout = PackedLayout([5, 7])
     ids = torch.arange(9, 21)[None]
