@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.tiny import lora_config, tiny_model, tiny_rows, tiny_tokenizer
 from tests.trainers.grpo_runs import make_grpo
 from unsloth_trl import GRPOConfig, SFTConfig, SFTTrainer
 from unsloth_trl.hub.card import BaseModel, base_of, is_local, mend_base, shown_config
+from unsloth_trl.trainers import measurement
 from unsloth_trl.trainers.measurement import Measured
 from unsloth_trl.trainers.publishing import Publishing
 
@@ -33,14 +33,20 @@ SNAPSHOT = "models--owner--tiny-model/snapshots/" + "a" * 40
 CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
 
 
-class Sleep(TrainerCallback):
-    """Takes time in steps, which counts, and in evaluations and checkpoints, which does not."""
+class Clock(TrainerCallback):
+    """A clock that goes on in steps, whose time counts, and in evaluations and checkpoints, whose time does not."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
 
     def on_step_begin(self, args, state, control, **kwargs):
-        time.sleep(0.02)
+        self.seconds += 0.02
 
     def on_save(self, args, state, control, **kwargs):
-        time.sleep(0.6)
+        self.seconds += 0.6
 
     on_evaluate = on_save
 
@@ -123,10 +129,12 @@ def test_speed_is_what_was_measured(run):
     assert "peak device memory" not in card_of(run).text  # there is no device
 
 
-def test_a_stretch_with_an_evaluation_or_a_checkpoint_is_not_measured(tmp_path):
+def test_a_stretch_with_an_evaluation_or_a_checkpoint_is_not_measured(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measurement, "time", clock)
     trainer = make_trainer(
         tmp_path,
-        init={"eval_dataset": Dataset.from_list(tiny_rows(4, seed=1)), "callbacks": [Sleep()]},
+        init={"eval_dataset": Dataset.from_list(tiny_rows(4, seed=1)), "callbacks": [clock]},
         max_steps=20,
         logging_steps=4,
         save_strategy="steps",
@@ -143,7 +151,7 @@ def test_a_stretch_with_an_evaluation_or_a_checkpoint_is_not_measured(tmp_path):
     logged = {row["step"]: row["num_tokens"] for row in every_step.state.log_history if "loss" in row}
     counted = [(7, 8), (10, 12), (14, 16), (16, 20)]
     assert measured.tokens == sum(logged[end] - logged[begin] for begin, end in counted)
-    assert measured.steps * 0.02 < measured.seconds < measured.steps * 0.02 + 0.5  # no sleep of 0.6 is in it
+    assert measured.seconds == pytest.approx(measured.steps * 0.02)
 
 
 def test_a_run_that_is_too_short_has_no_speed(tmp_path):
