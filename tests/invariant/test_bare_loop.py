@@ -12,6 +12,7 @@ from accelerate.hooks import (
     add_hook_to_module,
     remove_hook_from_submodules,
 )
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import get_peft_model
 from torch.utils.data import DataLoader
@@ -27,6 +28,12 @@ from unsloth_trl.patches.attention.patch import PackedLayoutHook
 
 ROWS = masked_rows(25)
 MODEL_TYPES = ["llama", "gemma2", "kimi_k25", "qwen3_moe"]
+
+
+@pytest.fixture(autouse=True)
+def own_precision():
+    """An accelerator takes the precision of the one before it in the process, a trainer's of another test."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def new_model(model_type, lora):

@@ -9,7 +9,7 @@ import torch
 
 import unsloth_trl
 from tests.numerics import assert_runs_close, make_trainer, run_sft
-from tests.tiny import ARCHITECTURES, tiny_model
+from tests.tiny import tiny_model
 from tests.trainers.grpo_runs import run_ours
 from unsloth_trl.patches.attention import compiled, dispatch, patch
 from unsloth_trl.patches.attention import op as attention_op
@@ -59,8 +59,9 @@ def layers_of(model):
     return [m for m in base_model(model).modules() if isinstance(m.__dict__.get("forward"), layers.CompiledForward)]
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("model_type", SEVERAL)
+@pytest.mark.parametrize(
+    "model_type, lora", [*((name, True) for name in SEVERAL), ("llama", False), ("gpt_oss", False)], ids=str
+)
 def test_sft_is_the_same(model_type, lora, untranslated):
     on = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="on", **PACKED)
     off = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="off", **PACKED)
@@ -311,8 +312,9 @@ def test_tiles_come_back_where_nothing_is_compiled(untranslated):
         assert tiled(model) == expected
 
 
-@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name not in SEVERAL])
-def test_every_other_architecture_runs_compiled(model_type, untranslated):
+# parallel blocks, heads of two sizes, shared experts, a wrapper, fused projections, norms behind
+@pytest.mark.parametrize("model_type", ["cohere", "gemma4_text", "glm4_moe", "kimi_k25", "phi3", "olmo2"])
+def test_other_architectures_run_compiled(model_type, untranslated):
     model = tiny_model(model_type)
     layout = PackedLayout([5, 7])
     ids = torch.arange(9, 21)[None]

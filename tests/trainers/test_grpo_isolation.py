@@ -165,7 +165,7 @@ def test_rollouts_of_other_caches_are_those_of_trl(fields):
     """One prompt in the generation batch: nothing is padded, no mask is needed, and none may be missing."""
     data = Dataset.from_dict({"prompt": ["w9 w10 w11 w12 w13"]})
     kwargs = {"init": {"rollout_func": None, "train_dataset": data}, "lora": True, "num_generations": 8, **fields}
-    kwargs["temperature"] = 0.2
+    kwargs |= {"temperature": 0.2, "max_steps": 2}
     ours, theirs = run_ours("llama", **kwargs), run_oracle("llama", **kwargs)
     assert list(ours.trainer._logs["completion"]) == list(theirs.trainer._logs["completion"])
     assert_runs_close(ours, theirs, 1e-4)
