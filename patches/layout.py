@@ -37,6 +37,8 @@ class PackedLayout:
             Longest segment, rounded up to `max_seqlen_multiple`.
         max_context (`int`):
             Most tokens that a token may see: the longest segment together with its ancestors.
+        mean_context (`float`):
+            Tokens that a token may see, itself included, on average; 0 for a layout of any lengths.
         cu_seqlens (`torch.Tensor` of shape `(num_segments + 1,)` or longer, int32):
             Segment boundaries. A static size repeats the last value: zero-length segments.
         position_ids (`torch.Tensor` of shape `(1, num_tokens)`, int64):
@@ -112,6 +114,8 @@ class PackedLayout:
             parent = NO_PARENT if self.parents is None else self.parents[i]
             starts.append(0 if parent == NO_PARENT else starts[parent] + self.seqlens[parent])
         self.max_context = max((a + n for a, n in zip(starts, self.seqlens, strict=True)), default=0)
+        pairs = sum(n * (a + (n + 1) / 2) for a, n in zip(starts, self.seqlens, strict=True))
+        self.mean_context = pairs / self.num_tokens if self.num_tokens else 0.0
         buffer = torch.empty(self.num_tokens + (size + 1) // 2, dtype=torch.int64)
         lengths = torch.tensor(self.seqlens, dtype=torch.int64)
         ends = lengths.cumsum(0)
@@ -190,17 +194,6 @@ class PackedLayout:
     def position_ids(self) -> torch.Tensor:
         return self._buffer[: self.num_tokens].unsqueeze(0)
 
-    @property
-    def mean_context(self) -> float:
-        """Tokens that a token may see, itself included, on average; 0 for a layout of any lengths."""
-        if self.any_lengths or not self.num_tokens:
-            return 0.0
-        before = [0] * len(self.seqlens)
-        for i, parent in enumerate(self.parents or ()):
-            before[i] = 0 if parent == NO_PARENT else before[parent] + self.seqlens[parent]
-        pairs = sum(n * (start + (n + 1) / 2) for n, start in zip(self.seqlens, before, strict=True))
-        return pairs / self.num_tokens
-
     def derived(self, key, build):
         """Tensors that an op derives from this layout once per batch, on its device: `build(self)` at first use."""
         if key not in self._derived:
@@ -249,7 +242,8 @@ class PackedLayout:
         if self.parents is not None:
             raise ValueError("the tables of segments with parents are numbers on the host, which differ by layout")
         other = self._with_buffer(self._buffer.clone())
-        other.max_context, other.seqlens, other.any_lengths = self.max_seqlen, (), True
+        other.seqlens, other.any_lengths = (), True
+        other.max_context, other.mean_context = self.max_seqlen, 0.0
         return other
 
     def forget_derived(self) -> None:

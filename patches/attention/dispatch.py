@@ -65,8 +65,10 @@ def _order(backend: str, query: torch.Tensor, value: torch.Tensor) -> list[str]:
     if backend != "auto":
         return [backend]
     device, dtype, size = query.device, query.dtype, max(query.shape[-1], value.shape[-1])
-    first = ["triton"] if prefers_fused(device, dtype, size) else []
-    return [*first, "flash_attention_2", *(["triton"] if takes_fused(device, dtype) else []), "sdpa", "eager"]
+    kernels = ["flash_attention_2", "triton"] if takes_fused(device, dtype) else ["flash_attention_2"]
+    if prefers_fused(device, dtype, size):
+        kernels.reverse()
+    return [*kernels, "sdpa", "eager"]
 
 
 def choose(
