@@ -84,9 +84,9 @@ def _adapter(name: str) -> PeftConfig | None:
 def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model with its adapter, or the whole model, and its tokenizer; as `FastLanguageModel` loads them."""
     from .models.base_state import BASE_STATE, bits_of, dtype_of, quantization_of, read_base_state, set_positions
-    from .models.loading_adapters import load_tokenizer, with_adapter
+    from .models.loading_adapters import load_whole
     from .models.loading_sources import find_source
-    from .models.loading_weights import Loading, load_weights, require_bitsandbytes, require_gguf
+    from .models.loading_weights import Loading, require_bitsandbytes, require_gguf
 
     whole = options.base or (options.model if adapter is None else adapter.base_model_name_or_path)
     if not whole:
@@ -120,12 +120,8 @@ def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any,
         dtype = dtype_of(state) if dtype == "auto" else dtype
         print(f"{options.model} was trained on its base in {bits} bits, and is merged with what these {bits} bits are")
     model_options = {"trust_remote_code": True} if own_code else {}
-    model = load_weights(source, config, Loading(dtype, bits, None, quantization, model_options))
-    model.name_or_path = model.config._name_or_path = source.label
-    if adapter is None:
-        return model, load_tokenizer(source, own_code)
-    tokenizer = load_tokenizer(source, own_code, adapter_source)
-    return with_adapter(model, tokenizer, adapter, adapter_source, own_code)
+    loading = Loading(dtype, bits, None, quantization, model_options)
+    return load_whole(source, config, loading, own_code, adapter, adapter_source)
 
 
 def _repository(options: argparse.Namespace, kind: str) -> str | None:

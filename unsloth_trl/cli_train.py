@@ -28,6 +28,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from .cli import CommandError
 from .config import GRPOConfig, SFTConfig
+from .hub.card import is_local
 
 
 logger = get_logger(__name__)
@@ -226,7 +227,7 @@ def _check(command: str, parsed: _Parsed) -> None:
         raise CommandError("pass --model_name_or_path: a name on the Hub or a folder")
     if model.model_name_or_path.startswith("~"):
         model.model_name_or_path = str(Path(model.model_name_or_path).expanduser())
-    if _looks_local(model.model_name_or_path) and not Path(model.model_name_or_path).exists():
+    if is_local(model.model_name_or_path) and not Path(model.model_name_or_path).exists():
         raise CommandError(f"--model_name_or_path {model.model_name_or_path}: there is no such folder")
     folder = Path(model.model_name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -243,10 +244,6 @@ def _check(command: str, parsed: _Parsed) -> None:
             "--reward_model_name_or_path"
         )
     _checkpoint(parsed.training)
-
-
-def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~", "\\")) or name[1:3] in (":\\", ":/")
 
 
 def _checkpoint(args: Any) -> str | bool | None:
@@ -274,7 +271,7 @@ def _load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
     if not name:
         raise CommandError("pass --dataset_name (a name on the Hub, a folder or a file), or `datasets` in the recipe")
     path = Path(name).expanduser()
-    if _looks_local(name) and not path.exists():
+    if is_local(name) and not path.exists():
         raise CommandError(f"--dataset_name {name}: there is no such file or folder")
     if path.is_file():
         builder = _BUILDERS.get(path.suffix.lower())

@@ -23,6 +23,13 @@ _MARK = ".saving-"
 _SPARE = 64 * 2**20  # bytes for tokenizer, configuration and file system
 
 
+def is_another_process() -> bool:
+    """Whether this is a process of a run whose main one saves and pushes."""
+    return (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
+    )
+
+
 def adapter_files(folder: str | Path) -> list[str]:
     """The names of an adapter's files in `folder`, those of PEFT."""
     return [name for name in ADAPTER_FILES if (Path(folder) / name).is_file()]

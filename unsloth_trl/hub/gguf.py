@@ -35,6 +35,7 @@ if not hasattr(gguf.GGUFWriter, "add_rope_freq_base_swa"):
 from .gguf_config import Architecture, add_hyperparameters, find_architecture
 from .gguf_tensors import Checkpoint, PlannedTensor, byte_shape, encode, plan_tensors
 from .gguf_vocabulary import Vocabulary, load_tokenizer, read_vocabulary
+from .kinds import MERGED_FOLDER
 from .modelfile import write_modelfile
 
 
@@ -49,8 +50,6 @@ NATIVE = {
 ALIASES = {"not_quantized": "f16", "fast_quantized": "q8_0", "quantized": "q4_k_m"}
 # what loses nothing of a checkpoint, by the dtype of its embeddings
 _EXACT = {"BF16": "bf16", "F16": "f16"}
-
-MERGED_FOLDER = "merged_16bit"
 
 
 class GGUFExportError(RuntimeError):

@@ -6,10 +6,13 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from .checkpoints import ADAPTER_FILES
 
+
+MERGED_FOLDER = "merged_16bit"  # in a folder of GGUF files, the model that they were made of
 # By kind, the files that make transformers, PEFT or llama.cpp take a folder for it.
 FILES = {
-    "adapter": ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
+    "adapter": ADAPTER_FILES,
     "merged": ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"),
     "gguf": ("*.gguf",),
 }

@@ -25,7 +25,15 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..models.base_state import save_base_state
 from ..patches.quantization.loading import load_in_4bit
-from .checkpoints import Checkpoint, check_disk, check_target, local_folder, replacing, weight_files
+from .checkpoints import (
+    Checkpoint,
+    check_disk,
+    check_target,
+    is_another_process,
+    local_folder,
+    replacing,
+    weight_files,
+)
 from .merge_layers import MergedWeight, merged_weights, plain_model
 from .merge_layout import Group, Layout
 from .verify import Verification, compare, device_for, difference, free, live_logits, load_saved, without_progress
@@ -115,7 +123,7 @@ def save_pretrained_merged(
         OSError: If the disk is too full, with what is needed and what is free; nothing was written.
         RuntimeError: If the saved model does not compute what the live one does; nothing was kept.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+    if is_another_process():
         return str(Path(save_directory).expanduser().resolve())
     report = write_merged(
         model,

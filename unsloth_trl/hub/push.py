@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
@@ -15,7 +14,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from .card import BaseModel, base_of, mend_base, warn_of_local_base, write_export_card
-from .kinds import FILES, kinds_among, refuse_other_kinds_on_hub
+from .checkpoints import is_another_process
+from .kinds import FILES, MERGED_FOLDER, kinds_among, refuse_other_kinds_on_hub
 from .refusals import explain_refusal, refuse_public
 
 
@@ -146,7 +146,7 @@ def _push(
     commit_message: str,
     tags: Sequence[str],
 ) -> CommitInfo | None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+    if is_another_process():
         return None
     repo_id = prepare_repository(repo_id, kind, token=token, private=private)
     base = base_of(model)
@@ -221,8 +221,6 @@ def lay_out_gguf(folder: Path, merged: Path | None = None) -> None:
         folder (`Path`): Where the GGUF files are.
         merged (`Path`, *optional*): The merged model; by default where `save_pretrained_gguf` leaves it.
     """
-    from .gguf import MERGED_FOLDER
-
     merged = folder / MERGED_FOLDER if merged is None else merged
     weights = {name for found in kinds_among(path.name for path in merged.iterdir()).values() for name in found}
     for path in merged.iterdir():
@@ -273,7 +271,7 @@ def upload_model(
             repo_id=repo_id,
             folder_path=folder,
             commit_message=commit_message,
-            ignore_patterns=["merged_16bit/*", "checkpoint-*/*"],
+            ignore_patterns=[f"{MERGED_FOLDER}/*", "checkpoint-*/*"],
             delete_patterns=list(_STALE) if kind == "merged" else None,
         )
     except Exception as error:

@@ -18,11 +18,10 @@ from .loading_adapters import (
     TARGETS,
     default_targets,
     is_tied,
-    load_tokenizer,
+    load_whole,
     match_dtypes,
     same_adapter,
     seeded,
-    with_adapter,
     with_new_tokens,
 )
 from .loading_arguments import refuse_unknown
@@ -31,7 +30,6 @@ from .loading_weights import (
     Loading,
     choose_dtype,
     default_device_map,
-    load_weights,
     require_bitsandbytes,
     require_gguf,
 )
@@ -188,12 +186,8 @@ class FastLanguageModel:
             require_bitsandbytes(bits)
             as_trained.bnb_4bit_compute_dtype = chosen
             quantization_config = as_trained
-        model = load_weights(source, config, Loading(chosen, bits, device_map, quantization_config, options))
-        # PEFT reads the attribute, transformers writes the config
-        model.name_or_path = model.config._name_or_path = source.label
-        tokenizer = load_tokenizer(source, trust_remote_code, None if adapter is None else adapter_source)
-        if adapter is not None:
-            model, tokenizer = with_adapter(model, tokenizer, adapter, adapter_source, trust_remote_code)
+        loading = Loading(chosen, bits, device_map, quantization_config, options)
+        model, tokenizer = load_whole(source, config, loading, trust_remote_code, adapter, adapter_source)
         base = base_model(model)
         if (scaled := positions_of(config)) != positions:
             base.scaled_positions = scaled

@@ -10,10 +10,11 @@ import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..patches.quantization.experts import find_experts
 from .loading_sources import Source, adapter_vocabulary
+from .loading_weights import Loading, load_weights
 from .targets import STACKED_FROM
 from .vocabulary import fit_to_adapter
 
@@ -91,6 +92,24 @@ def load_tokenizer(source: Source, trust_remote_code: bool, adapter: Source | No
         if adapter is None or adapter.file("tokenizer_config.json") is None:
             raise
         return load_tokenizer(adapter, trust_remote_code)
+
+
+def load_whole(
+    source: Source,
+    config: PreTrainedConfig,
+    loading: Loading,
+    trust_remote_code: bool,
+    adapter: peft.PeftConfig | None = None,
+    adapter_source: Source | None = None,
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
+    """A model, with the adapter around it if there is one, and its tokenizer."""
+    model = load_weights(source, config, loading)
+    # PEFT reads the attribute, transformers writes the config
+    model.name_or_path = model.config._name_or_path = source.label
+    tokenizer = load_tokenizer(source, trust_remote_code, None if adapter is None else adapter_source)
+    if adapter is None:
+        return model, tokenizer
+    return with_adapter(model, tokenizer, adapter, adapter_source, trust_remote_code)
 
 
 def with_adapter(

@@ -10,11 +10,10 @@ from peft.utils import load_peft_weights
 from safetensors import safe_open
 from transformers.utils import cached_file
 
+from ..hub.checkpoints import ADAPTER_CONFIG, weight_files
 from .names import is_path
 
 
-ADAPTER_CONFIG = "adapter_config.json"
-_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 # what says where a file is on the Hub
 HUB = ("token", "revision", "cache_dir", "subfolder", "local_files_only", "force_download")
 
@@ -91,7 +90,7 @@ def find_source(model_name: str, gguf_file: str | None = None, **hub: Any) -> So
         return Source(str(path), hub, gguf_file)
     has_config, has_adapter = (folder / "config.json").is_file(), (folder / ADAPTER_CONFIG).is_file()
     if has_config and has_adapter:
-        weights = sorted(file.name for pattern in _WEIGHTS for file in folder.glob(pattern))
+        weights = weight_files(folder)
         raise ValueError(
             f"{folder} has a model (config.json{''.join(f', {name}' for name in weights)}) and an adapter "
             f"({ADAPTER_CONFIG}): remove config.json{' and the weights' if weights else ''} to load the adapter, or "
