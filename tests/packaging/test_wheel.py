@@ -92,10 +92,22 @@ def test_wheel_metadata(wheel):
     assert {"demo", "test", "dev", "quant", "gguf"} <= set(metadata.get_all("Provides-Extra"))
 
 
-def test_unpacked_wheel_imports(wheel, tmp_path):
-    site = tmp_path / "site"
+def unpack(wheel: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run_unpacked(site: Path, code: str) -> list[str]:
+    """What code prints, line by line, that has the package from there."""
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=site.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_unpacked_wheel_imports(wheel, tmp_path):
+    site = unpack(wheel, tmp_path)
     code = (
         "import unsloth_trl\n"
         "from unsloth_trl import PackedLayout, PatchConfig\n"
@@ -103,18 +115,13 @@ def test_unpacked_wheel_imports(wheel, tmp_path):
         "assert PackedLayout([3, 2]).cu_seqlens.tolist() == [0, 3, 5]\n"
         "print(unsloth_trl.__file__)\nprint(layout.__file__)"
     )
-    env = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
     package = site / "unsloth_trl"
-    assert done.stdout.splitlines() == [str(package / "__init__.py"), str(package / "patches" / "layout.py")]
+    assert run_unpacked(site, code) == [str(package / "__init__.py"), str(package / "patches" / "layout.py")]
 
 
 def test_all_of_the_wheel_imports_outside_of_the_checkout(checkout, tmp_path):
     """Every module, with warnings of the package itself as errors."""
-    site = tmp_path / "site"
-    with zipfile.ZipFile(build("wheel", checkout, tmp_path)) as archive:
-        archive.extractall(site)
+    site = unpack(build("wheel", checkout, tmp_path), tmp_path)
     code = (
         "import warnings\n"
         "with warnings.catch_warnings():\n"
@@ -128,10 +135,7 @@ def test_all_of_the_wheel_imports_outside_of_the_checkout(checkout, tmp_path):
         "    assert importlib.import_module(name).__file__.startswith(unsloth_trl.__path__[0]), name\n"
         "print(unsloth_trl.__file__)\nprint(*found)"
     )
-    env = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    where, found = done.stdout.splitlines()[-2:]
+    where, found = run_unpacked(site, code)[-2:]
     assert where == str(site / "unsloth_trl" / "__init__.py")
     assert {"unsloth_trl.hub.merge", "unsloth_trl.trainers.saving", "unsloth_trl.patches.moe.op"} <= set(found.split())
 
