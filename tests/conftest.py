@@ -43,6 +43,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of its module, too
+def pytest_runtest_setup(item):
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def empty_cwd(tmp_path_factory, monkeypatch):
     """Run the test in an empty folder, and fail if something is in it afterwards: output belongs in `output_dir`."""
