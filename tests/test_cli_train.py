@@ -61,6 +61,8 @@ def files(tmp_path_factory):
     Dataset.from_list(chats).to_parquet(folder / "parquet" / "train.parquet")
     DatasetDict({"train": Dataset.from_list(chats)}).save_to_disk(folder / "saved")
     write_lines(folder / "prompts.jsonl", [{"prompt": words(rng, 4)} for _ in range(16)])
+    (folder / "empty.jsonl").touch()
+    (folder / "header.csv").write_text("text\n")
     write_lines(folder / "questions.json", [{"question": "w9", "answer": "w10"}])
     (folder / "tiny_rewards_of_test_cli.py").write_text(REWARDS)
     return folder
@@ -216,6 +218,9 @@ def test_qlora_of_a_mixture_has_its_experts_in_4_bits(tmp_path, files):
             "pass --dataset_name (a name on the Hub, a folder or a file), or `datasets`",
         ),
         ("sft", {"dataset_name": "./nowhere"}, [], "--dataset_name ./nowhere: there is no such file or folder"),
+        ("sft", {"dataset_name": "nowhere.jsonl"}, [], "nowhere.jsonl: there is no such file or folder"),
+        ("sft", {"dataset_name": "FILES/empty.jsonl"}, [], "empty.jsonl: no rows in it (the file is empty)"),
+        ("sft", {"dataset_name": "FILES/header.csv"}, [], "header.csv: no rows in it ("),
         ("sft", {"dataset_train_split": "trian"}, [], "the dataset has no split 'trian', but 'train', 'test': set --"),
         (
             "sft",

@@ -271,13 +271,16 @@ def _load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
     if not name:
         raise CommandError("pass --dataset_name (a name on the Hub, a folder or a file), or `datasets` in the recipe")
     path = Path(name).expanduser()
-    if is_local(name) and not path.exists():
+    if (is_local(name) or path.suffix.lower() in _BUILDERS) and not path.exists():
         raise CommandError(f"--dataset_name {name}: there is no such file or folder")
     if path.is_file():
         builder = _BUILDERS.get(path.suffix.lower())
         if builder is None:
             raise CommandError(f"--dataset_name {name}: the ending is none of {', '.join(_BUILDERS)}")
-        return load_dataset(builder, data_files=str(path), streaming=script.dataset_streaming)
+        try:
+            return load_dataset(builder, data_files=str(path), streaming=script.dataset_streaming)
+        except (StopIteration, ValueError) as error:  # what datasets makes of files with nothing in them
+            raise CommandError(f"--dataset_name {name}: no rows in it ({str(error) or 'the file is empty'})") from error
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         loaded = load_from_disk(str(path))
         return DatasetDict({script.dataset_train_split: loaded}) if isinstance(loaded, Dataset) else loaded
