@@ -153,10 +153,10 @@ class Shape:
 
 
 EVERY, LARGE = (128, 128, "all"), (256, 256, "all")
-# Where blocks and code are not another's: sm_89 and sm_120 have the blocks of sm_86, gfx1100 those of gfx942. Without
-# tensor cores sm_75 takes ten times as long as others, and its largest size has all of its shared memory.
+# Where blocks and code are not another's: sm_89 and sm_120 have the blocks of sm_86, gfx1100 those of gfx942. On sm_75
+# each of its sizes is at or near all of its shared memory.
 SIZES = {
-    "sm_75": [LARGE],
+    "sm_75": [(64, 64, "plain"), EVERY, LARGE],
     "sm_80": [EVERY, LARGE],
     "sm_86": [EVERY, LARGE],
     "sm_90": [EVERY, LARGE, (192, 128, "plain"), (512, 512, "plain"), (128, 128, "long")],
