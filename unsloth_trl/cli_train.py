@@ -280,7 +280,9 @@ def _load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
         try:
             return load_dataset(builder, data_files=str(path), streaming=script.dataset_streaming)
         except (StopIteration, ValueError) as error:  # what datasets makes of files with nothing in them
-            raise CommandError(f"--dataset_name {name}: no rows in it ({str(error) or 'the file is empty'})") from error
+            raise CommandError(
+                f"--dataset_name {name}: no rows in it ({str(error) or 'the file is empty'})"
+            ) from error
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         loaded = load_from_disk(str(path))
         return DatasetDict({script.dataset_train_split: loaded}) if isinstance(loaded, Dataset) else loaded
