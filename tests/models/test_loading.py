@@ -8,13 +8,14 @@ import warnings
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config
 
 from tests.numerics import relative_error
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.trainers.cards import pretend, pretend_none
-from unsloth_trl import FastLanguageModel, UnsupportedArchitectureWarning, load_in_4bit
+from unsloth_trl import FastLanguageModel, SFTConfig, SFTTrainer, UnsupportedArchitectureWarning, load_in_4bit
 from unsloth_trl.models.loading_sources import find_source
 from unsloth_trl.models.loading_weights import choose_dtype
 from unsloth_trl.patches.quantization.experts import find_experts, packed_weight
@@ -208,9 +209,9 @@ def test_without_bitsandbytes(llama, monkeypatch):
         ({"load_in_8bit": True}, ValueError, "load_in_4bit=True and load_in_8bit=True: set one"),
         ({"load_in_16bit": True}, ValueError, "load_in_4bit=True and load_in_16bit=True: set one"),
         (
-            {"full_finetuning": True},
+            {"full_finetuning": True, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
             ValueError,
-            "full_finetuning=True and load_in_4bit=True: quantised weights cannot",
+            "full_finetuning=True and quantization_config: .* leave quantization_config out",
         ),
         ({"dtype": "float8"}, ValueError, "dtype='float8' is not torch.bfloat16, torch.float16 or torch.float32"),
         (
@@ -306,6 +307,72 @@ def test_full_finetuning(llama):
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ValueError, match="get_peft_model: the model was loaded with full_finetuning=True"):
         FastLanguageModel.get_peft_model(model)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({}, "load_in_4bit=True"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit=True"),
+        ({"load_in_8bit": True}, "load_in_4bit=True and load_in_8bit=True"),
+        ({"load_in_16bit": True}, "load_in_4bit=True"),
+        ({"dtype": torch.bfloat16}, "load_in_4bit=True"),
+    ],
+    ids=str,
+)
+def test_full_finetuning_wins_over_quantised_weights_and_says_so(llama, asked, named, tmp_path):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model, tokenizer = FastLanguageModel.from_pretrained(llama, 64, full_finetuning=True, **asked)
+    dtype = asked.get("dtype", torch.float32)  # on a CPU
+    said = [warning for warning in found if issubclass(warning.category, UserWarning)]
+    assert [warning.filename for warning in said] == [__file__], [str(warning.message) for warning in said]
+    text = str(said[0].message)
+    assert f"full_finetuning=True and {named}: quantised weights cannot be trained" in text
+    assert f"is loaded in {dtype}, and all of its weights are" in text
+    assert f"Set {named.replace('True', 'False')} with it" in text
+    assert all(p.requires_grad and p.dtype == dtype for p in model.parameters())
+    assert not hasattr(model.config, "quantization_config") and getattr(model, "hf_quantizer", None) is None
+    whole = AutoModelForCausalLM.from_pretrained(llama, dtype=dtype)
+    assert torch.equal(logits(model), logits(whole))
+    if asked:
+        return
+    args = SFTConfig(str(tmp_path), max_steps=1, report_to="none", learning_rate=0.1, gradient_checkpointing=False)
+    rows = Dataset.from_list([{"input_ids": list(range(3, 20))}] * 8)
+    SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train()
+    before = dict(whole.named_parameters())
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert len(moved) == len(before)
+
+
+def test_full_finetuning_without_quantised_weights_says_nothing(llama):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        FastLanguageModel.from_pretrained(llama, full_finetuning=True, **DENSE)
+
+
+def test_full_finetuning_of_a_checkpoint_that_is_dequantised(tmp_path):
+    folder = save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, 64, full_finetuning=True, quantization_config=Mxfp4Config(dequantize=True)
+        )
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    assert getattr(model, "hf_quantizer", None) is None
+    assert torch.equal(logits(model), logits(tiny_model("llama").eval()))
+
+
+@pytest.mark.filterwarnings(ON_A_CPU)
+def test_full_finetuning_of_a_quantised_checkpoint_is_refused(llama, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="the test extra has it")
+    model, tokenizer = FastLanguageModel.from_pretrained(llama, 64)
+    for made in (model, tokenizer):
+        made.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="full_finetuning=True: .* is saved in quantised weights, .* load its orig"):
+        FastLanguageModel.from_pretrained(str(tmp_path), full_finetuning=True)
 
 
 @pytest.mark.parametrize(

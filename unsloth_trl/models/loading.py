@@ -97,8 +97,8 @@ class FastLanguageModel:
             load_in_4bit (`bool`, *optional*, defaults to `True`): NF4 with double quantisation, stacked experts too,
                 weight by weight as they are read. On a CPU it is right but slow.
             load_in_8bit (`bool`, *optional*, defaults to `False`): LLM.int8; set `load_in_4bit=False` with it.
-            full_finetuning (`bool`, *optional*, defaults to `False`): Train all weights: `load_in_4bit=False` with it,
-                and no adapter.
+            full_finetuning (`bool`, *optional*, defaults to `False`): Train all weights, without an adapter. They are
+                then loaded in `dtype`; a warning says so where `load_in_4bit` or `load_in_8bit` is on.
             token (`str` or `bool`, *optional*): For the Hub.
             device_map (*optional*): As for `from_pretrained` of transformers; by default the card of this process.
             trust_remote_code (`bool`, *optional*, defaults to `False`): Run code from the model's repository.
@@ -127,7 +127,10 @@ class FastLanguageModel:
             FileNotFoundError: If there is no such folder or file.
         """
         refuse_unknown(FastLanguageModel.from_pretrained, unknown)
-        bits = _bits(load_in_4bit, load_in_8bit, load_in_16bit, full_finetuning, quantization_config)
+        if full_finetuning:
+            quantised, bits = _quantised_in_vain(load_in_4bit, load_in_8bit, quantization_config), 16
+        else:
+            quantised, bits = "", _bits(load_in_4bit, load_in_8bit, load_in_16bit, quantization_config)
         _check_choices(use_gradient_checkpointing, max_seq_length)
         values = (token, revision, cache_dir, subfolder, local_files_only, force_download)
         hub = {name: value for name, value in zip(HUB, values, strict=True) if value}
@@ -180,7 +183,20 @@ class FastLanguageModel:
         options = {"trust_remote_code": True} if trust_remote_code else {}
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
+        if full_finetuning and own is not None and quantization_config is None:
+            raise ValueError(
+                f"full_finetuning=True: {model_name} is saved in quantised weights, which cannot be trained; load its "
+                "original weights, dequantise it with the quantization_config of its method if that has "
+                "dequantize=True, or train an adapter with full_finetuning=False"
+            )
         chosen = choose_dtype(dtype, device_map, full_finetuning)
+        if quantised:
+            warnings.warn(
+                f"full_finetuning=True and {quantised}: quantised weights cannot be trained, so the model is loaded "
+                f"in {chosen}, and all of its weights are. Set {quantised.replace('True', 'False')} with it, or "
+                "full_finetuning=False to train an adapter on quantised weights",
+                stacklevel=2,
+            )
         as_trained = None if own or quantization_config or source.gguf_file else quantization_of(state)
         if as_trained is not None and bits == bits_of(state):
             require_bitsandbytes(bits)
@@ -356,7 +372,7 @@ class FastLanguageModel:
         return model.train()
 
 
-def _bits(four: bool, eight: bool, sixteen: bool, full_finetuning: bool, quantization_config: Any) -> int:
+def _bits(four: bool, eight: bool, sixteen: bool, quantization_config: Any) -> int:
     """Bits of the weights, from arguments of which at most one may be set."""
     asked = [
         name
@@ -365,13 +381,18 @@ def _bits(four: bool, eight: bool, sixteen: bool, full_finetuning: bool, quantiz
     ]
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(f'{name}=True' for name in asked)}: set one of them, and load_in_4bit=False")
-    if full_finetuning and (quantization_config is not None or asked not in ([], ["load_in_16bit"])):
-        name = f"{asked[0]}=True" if asked else "quantization_config"
-        raise ValueError(
-            f"full_finetuning=True and {name}: quantised weights cannot be trained; leave {name} out"
-            + (" by setting it to False" if asked else "")
-        )
     return {"load_in_4bit": 4, "load_in_8bit": 8}.get(asked[0], 16) if asked else 16
+
+
+def _quantised_in_vain(four: bool, eight: bool, quantization_config: Any) -> str:
+    """What asks for quantised weights where all weights are trained; `load_in_4bit` may stand at its default."""
+    if quantization_config is not None and not getattr(quantization_config, "dequantize", False):
+        raise ValueError(
+            "full_finetuning=True and quantization_config: quantised weights cannot be trained; leave "
+            "quantization_config out"
+        )
+    asked = (("load_in_4bit", four and quantization_config is None), ("load_in_8bit", eight))
+    return " and ".join(f"{name}=True" for name, value in asked if value)
 
 
 def _check_choices(use_gradient_checkpointing: Any, max_seq_length: int | None) -> None:
