@@ -8,7 +8,7 @@ CheckpointPolicy = Literal["auto", "keep", "recompute", "offload"]
 MoeBackend = Literal["auto", "grouped_mm", "triton", "native_torch"]
 CompileLayers = Literal["auto", "on", "off"]
 CudaGraphs = Literal["auto", "on", "off"]
-AttentionBackend = Literal["auto", "flash_attention_2", "triton", "sdpa", "eager"]
+AttentionBackend = Literal["auto", "flash_attention_2", "flash_attention_4", "triton", "sdpa", "eager"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class PatchConfig:
             Kernel for packed rows. `"triton"` is this package's, for everything that a row can be; `"auto"` takes it
             on sm_90, where it was measured to be faster, and else `"flash_attention_2"` (torch's own, CUDA from sm_80,
             fp16 and bf16) where that can do the job, then `"triton"` on the same cards, then `"sdpa"` over segments,
-            then `"eager"` (soft-capping, attention sinks). A backend named here is used or the forward raises.
+            then `"eager"` (soft-capping, attention sinks). `"flash_attention_4"` is the package `flash-attn-4` (CUDA
+            from sm_90), for segments without parents; where it is installed, `"auto"` tries it first on sm_100 and
+            later, outside of compiled layers and CUDA graphs. A backend named here is used or the forward raises.
         packed_metadata (`bool`, *optional*, defaults to `True`):
             Compute boundaries and labelled positions once per batch on the CPU. `False` derives them in every layer,
             as without this package: for ablations.

@@ -61,7 +61,7 @@ def _opened(query, value, handle, window, softcap, sinks, backend):
     layout.check(batch * seq_len)
     layout = layout.to(query.device)
     window = 0 if window >= layout.max_context else window
-    name = choose(backend, query, value, layout, window or None, softcap or None, sinks, 0.0)
+    name = choose(backend, query, value, layout, window or None, softcap or None, sinks, 0.0, in_graph=True)
     if name not in GRAPHS:
         raise ValueError(f"{name} is no op of a compiled layer; set compile_layers='off'")
     return layout, window, name

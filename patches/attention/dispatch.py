@@ -6,11 +6,13 @@ import torch
 
 from ..kernels import has_triton
 from ..layout import PackedLayout
+from .flash_4 import flash_4_refusal, missing
 from .fused import fused_refusal
 from .op import refusal_of_any_layout
 from .shared import level_refusal
 
 
+HALF = (torch.float16, torch.bfloat16)
 GRAPHS = ("triton", "flash_attention_2")  # what reads a row's boundaries on the device alone
 
 
@@ -24,7 +26,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def takes_fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `"auto"` may take the fused kernel: cards for whose tensor cores Triton has code."""
     capability = _capability(device)
-    return capability is not None and capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16)
+    return capability is not None and capability >= (8, 0) and dtype in HALF
 
 
 def prefers_fused(device: torch.device, dtype: torch.dtype, size: int = 128) -> bool:
@@ -33,6 +35,12 @@ def prefers_fused(device: torch.device, dtype: torch.dtype, size: int = 128) -> 
     (`tests/benchmarks/attention.py`).
     """
     return takes_fused(device, dtype) and _capability(device)[0] == 9 and size <= 128
+
+
+def prefers_flash_4(device: torch.device, dtype: torch.dtype, size: int = 128) -> bool:
+    """Whether `"auto"` tries FlashAttention-4 first: on cards that it is made for and none was measured on."""
+    capability = _capability(device)
+    return capability is not None and capability[0] >= 10 and dtype in HALF and size <= 256 and missing() is None
 
 
 def flash_refusal(
@@ -60,7 +68,7 @@ def sdpa_refusal(softcap: float | None, sinks: torch.Tensor | None) -> str | Non
     return "attention sinks" if sinks is not None else None
 
 
-def _order(backend: str, query: torch.Tensor, value: torch.Tensor) -> list[str]:
+def _order(backend: str, query: torch.Tensor, value: torch.Tensor, in_graph: bool) -> list[str]:
     """What is tried, one after the other."""
     if backend != "auto":
         return [backend]
@@ -68,6 +76,8 @@ def _order(backend: str, query: torch.Tensor, value: torch.Tensor) -> list[str]:
     kernels = ["flash_attention_2", "triton"] if takes_fused(device, dtype) else ["flash_attention_2"]
     if prefers_fused(device, dtype, size):
         kernels.reverse()
+    if not in_graph and prefers_flash_4(device, dtype, size):
+        kernels.insert(0, "flash_attention_4")
     return [*kernels, "sdpa", "eager"]
 
 
@@ -80,6 +90,7 @@ def choose(
     softcap: float | None,
     sinks: torch.Tensor | None,
     dropout: float,
+    in_graph: bool = False,
 ) -> str:
     """
     What attends in this call.
@@ -88,18 +99,21 @@ def choose(
         backend (`str`): Of the config's `attention_backend`.
         query, value (`torch.Tensor`): Their device, dtype and last dimension count.
         layout, window, softcap, sinks, dropout: As in `attention_forward`.
+        in_graph (`bool`, *optional*, defaults to `False`): Whether a compiled layer asks, which `"auto"` gives an op.
 
     Raises:
         ValueError: If the backend that was asked for by name cannot do it.
         RuntimeError: If the row is of any lengths, for a CUDA graph, and nothing that can read it can do it.
     """
+    call = query, value, layout, window, softcap, sinks, dropout
     refusals = {
-        "flash_attention_2": functools.partial(flash_refusal, query, value, layout, window, softcap, sinks, dropout),
+        "flash_attention_2": functools.partial(flash_refusal, *call),
+        "flash_attention_4": functools.partial(flash_4_refusal, *call),
         "triton": functools.partial(fused_refusal, query, value, dropout),
         "sdpa": functools.partial(sdpa_refusal, softcap, sinks),
         "eager": lambda: None,
     }
-    order = _order(backend, query, value)
+    order = _order(backend, query, value, in_graph or layout.any_lengths)
     if layout.any_lengths:
         for name in order:
             if name in GRAPHS and refusals[name]() is None:
@@ -122,7 +136,7 @@ def fits_graph(
     dropout: float,
 ) -> bool:
     """Whether what can be an op of a graph takes such a call, whatever its layout: a compiler decides once."""
-    for name in _order(backend, query, value):
+    for name in _order(backend, query, value, in_graph=True):
         if name == "triton" and fused_refusal(query, value, dropout) is None:
             return True
         if name == "flash_attention_2" and refusal_of_any_layout(query, value, softcap, sinks, dropout) is None:

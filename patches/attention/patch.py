@@ -21,7 +21,8 @@ from ..config import PatchConfig
 from ..layout import PackedLayout
 from ..report import PatchEntry
 from .compiled import flash_attn_by_layout, layout_of
-from .dispatch import GRAPHS, choose, fits_graph, prefers_fused, sdpa_refusal
+from .dispatch import choose, fits_graph, prefers_fused, sdpa_refusal
+from .flash_4 import flash_attn_4
 from .fused import fused_attention
 from .op import flash_attn_varlen
 from .reference import causal_mask, eager_attention
@@ -33,6 +34,7 @@ from .shared import flash_attn_shared
 NAMES = {
     "auto": "unsloth_trl",
     "flash_attention_2": "unsloth_trl_fa2",
+    "flash_attention_4": "unsloth_trl_fa4",
     "triton": "unsloth_trl_fused",
     "sdpa": "unsloth_trl_segments",
     "eager": "unsloth_trl_eager",
@@ -73,6 +75,8 @@ def _packed_attention(
             out = flash_attn_shared(q, k, v, layout, scale=scale)
         case "flash_attention_2":
             out = flash_attn_varlen(q, k, v, layout, scale=scale, window=window)
+        case "flash_attention_4":
+            out = flash_attn_4(q, k, v, layout, scale=scale, window=window)
         case "triton":
             out = fused_attention(q, k, v, layout, scale=scale, window=window, softcap=softcap, sinks=sinks)
         case "sdpa":
@@ -308,18 +312,30 @@ def _expected_backend(model: PreTrainedModel, config: PatchConfig) -> str:
     if any(hasattr(m, "sinks") for m in parts):
         obstacles.append("attention sinks")
     if device is None:
-        return _in_words("eager" if obstacles else "sdpa", device, dtype, 0, obstacles)
-    # the size of MLA's queries has another name
-    sizes = {getattr(m, "qk_head_dim", None) or getattr(m, "head_dim", None) for m in parts} - {None}
+        name = "eager" if obstacles else "sdpa"
+        return _in_words(name, name, device, dtype, 0, obstacles)
     found: dict[str, list[int]] = {}
-    for size in sorted(sizes) or [1]:
-        head = _Head(device, torch.bfloat16 if dtype == torch.float32 else dtype, (size,))
+    for size, v_size in sorted(_head_sizes(parts)) or [(1, 1)]:
+        call_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+        heads = _Head(device, call_dtype, (size,)), _Head(device, call_dtype, (v_size,))
         softcap, sinks = (1.0 if "soft-capping" in obstacles else None), ("attention sinks" in obstacles) or None
-        name = choose("auto", head, head, PackedLayout([1]), None, softcap, sinks, 0.0)
-        found.setdefault(_in_words(name, device, dtype, size, obstacles), []).append(size)
+        settings = None, softcap, sinks, 0.0
+        name = choose("auto", *heads, PackedLayout([1]), *settings)
+        others = choose("auto", *heads, PackedLayout([1, 1], [-1, 0]), *settings)
+        found.setdefault(_in_words(name, others, device, dtype, size, obstacles), []).append(size)
     if len(found) == 1:
         return next(iter(found))
     return ", ".join(f"{words} at head size {' and '.join(map(str, of))}" for words, of in found.items())
+
+
+def _head_sizes(parts: list[nn.Module]) -> set[tuple[int, int]]:
+    """Of queries and of values, which have names of their own in MLA."""
+    sizes = set()
+    for m in parts:
+        size = getattr(m, "qk_head_dim", None) or getattr(m, "head_dim", None)
+        if size is not None:
+            sizes.add((size, getattr(m, "v_head_dim", None) or size))
+    return sizes
 
 
 class _Head(NamedTuple):
@@ -330,11 +346,13 @@ class _Head(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _in_words(name: str, device, dtype: torch.dtype | None, size: int, obstacles: list[str]) -> str:
+def _in_words(name: str, others: str, device, dtype: torch.dtype | None, size: int, obstacles: list[str]) -> str:
     """The name of a kernel, and why it is that one; weights in fp32 have it under autocast alone."""
     slow = f"eager over segments ({', '.join(obstacles)})" if obstacles else "sdpa over segments"
-    if name not in GRAPHS:
+    if name in ("sdpa", "eager"):
         return slow if obstacles else f"{slow} (device {device})"
+    if name == "flash_attention_4":
+        name = f"{name} (shared prompts, compiled layers and CUDA graphs: {others})"
     if name == "triton":
         fastest = prefers_fused(device, torch.bfloat16, size) and "as measured to be the fastest on this card"
         name = f"triton ({'for ' + ', '.join(obstacles) if obstacles else fastest or f'for head size {size}'})"

@@ -3,18 +3,20 @@
     python tests/benchmarks/attention.py --shared 4096x512 512x512 --plain 512 2048
 
 `--shared PxR` is one prompt of P tokens with `--G` completions of R; FlashAttention-2 has the prompt in front of each
-of them. `--plain N` is 16k tokens in segments of N. All variants of a row run in turn. Prints a table and one line
+of them. `--plain N` is 16k tokens in segments of N, with FlashAttention-4, too, where the package flash-attn-4 is
+installed (`flash_4`). `--size` is the head size. All variants of a row run in turn. Prints a table and one line
 `RESULT {json}` for each variant: median milliseconds, the ratio to FlashAttention-2, and TFLOP/s of what has to be
 multiplied. `--sweep` tries other blocks for the fused kernel first, and prints the best.
 """
 
 import argparse
 import json
+from importlib.metadata import version
 
 import torch
 from record import provenance, timed
 
-from unsloth_trl.patches.attention import fused
+from unsloth_trl.patches.attention import flash_4, fused
 from unsloth_trl.patches.attention.fused import Blocks, fused_attention
 from unsloth_trl.patches.attention.op import flash_attn_varlen
 from unsloth_trl.patches.attention.shared import flash_attn_shared
@@ -23,7 +25,7 @@ from unsloth_trl.patches.layout import PackedLayout
 
 ap = argparse.ArgumentParser()
 ap.add_argument("--shared", nargs="*", default=["4096x512", "512x512", "1024x4096"])
-ap.add_argument("--plain", type=int, nargs="*", default=[512, 2048])
+ap.add_argument("--plain", type=int, nargs="*", default=[512, 2048, 16384])
 ap.add_argument("--G", type=int, default=8)
 ap.add_argument("--heads", type=int, default=32)
 ap.add_argument("--kv_heads", type=int, default=8)
@@ -45,6 +47,15 @@ def run_of(attend, layout):
     """A forward and a backward of an attention over the segments of `layout`."""
     query, key, value, grad = tensors(layout.num_tokens)
     return lambda: attend(query, key, value, layout, scale=SCALE).backward(grad)
+
+
+def runs_flash_4(layout) -> bool:
+    """Whether FlashAttention-4 can take the row; says so if not."""
+    query, _, value, _ = tensors(1)
+    refused = flash_4.flash_4_refusal(query, value, layout, None, None, None, 0.0)
+    if refused is not None:
+        print(f"no FlashAttention-4 for {refused}")
+    return refused is None
 
 
 def medians(variants: dict, rounds: int) -> dict[str, float]:
@@ -101,6 +112,8 @@ for name, layout, repeated, pairs in rows():
     variants = {"fused": run_of(fused_attention, layout), "flash_attention_2": run_of(flash_attn_varlen, repeated)}
     if layout.parents is not None:
         variants["merged pair"] = run_of(flash_attn_shared, layout)
+    elif runs_flash_4(layout):
+        variants["flash_4"] = run_of(flash_4.flash_attn_4, layout)
     found = medians(variants, a.rounds)
     flops = 4 * a.heads * a.size * pairs * 3.5  # of two products forward and five backward
     print(name)
@@ -109,7 +122,7 @@ for name, layout, repeated, pairs in rows():
         print(f"  {variant:<20}{took:>9.3f} ms {ratio:>7.2f}x {flops / took / 1e9:>7.0f} TFLOP/s")
         result = {
             "task": "attention",
-            "mode": "ours" if variant != "flash_attention_2" else "torch",
+            "mode": {"flash_attention_2": "torch", "flash_4": "flash_4"}.get(variant, "ours"),
             "row": name,
             "variant": variant,
             "heads": [a.heads, a.kv_heads, a.size],
@@ -118,4 +131,6 @@ for name, layout, repeated, pairs in rows():
             "tflops": round(flops / took / 1e9, 1),
             **provenance("ours", "attention.py"),
         }
+        if variant == "flash_4":
+            result["versions"][flash_4.PACKAGE] = version(flash_4.PACKAGE)
         print("RESULT", json.dumps(result), flush=True)

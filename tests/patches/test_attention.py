@@ -396,7 +396,8 @@ def test_backends_give_the_same(backend):
 
 def test_unknown_backend_is_named():
     message = (
-        "attention_backend='flash' is unknown; choose from 'auto', 'flash_attention_2', 'triton', 'sdpa', 'eager'"
+        "attention_backend='flash' is unknown; choose from 'auto', 'flash_attention_2', 'flash_attention_4', "
+        "'triton', 'sdpa', 'eager'"
     )
     with pytest.raises(ValueError, match=message):
         PatchConfig(attention_backend="flash")
