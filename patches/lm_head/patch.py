@@ -2,6 +2,7 @@
 
 import inspect
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,6 +15,10 @@ from ..owner import OwnForward
 from ..report import PatchEntry
 from .frozen import refusal as frozen_refusal
 from .op import labelled_scores
+
+
+# of the model: the objects of `LabelledForward` that were put on it and not taken off
+_PUT_ON = "_labelled_forwards"
 
 
 class LabelledForward(OwnForward[PreTrainedModel]):
@@ -30,6 +35,16 @@ class LabelledForward(OwnForward[PreTrainedModel]):
         super().__init__(model)  # over TRL's fused head, if it is there
         self.frozen_head = frozen_head
         self.active = True
+        earlier = getattr(model, _PUT_ON, ())
+        self.place = len(earlier)
+        setattr(model, _PUT_ON, (*earlier, self))
+
+    def take_off(self) -> None:
+        super().take_off()
+        if self.place:
+            setattr(self.owner, _PUT_ON, getattr(self.owner, _PUT_ON)[: self.place])
+        else:
+            delattr(self.owner, _PUT_ON)
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -38,6 +53,22 @@ class LabelledForward(OwnForward[PreTrainedModel]):
         cells = getattr(getattr(self.inner, "__func__", None), "__closure__", None) or ()
         if any(isinstance(getattr(cell.cell_contents, "__self__", None), nn.Module) for cell in cells):
             self.inner = None
+
+    @property
+    def __func__(self) -> Callable:
+        """
+        A function of the model that calls this, as a method has one.
+
+        `Accelerator.prepare` puts autocast around it and binds it to the model again. What it puts around an object
+        without one stays with that object: a copy of the model would run with the weights of the original.
+        """
+        place = self.place
+
+        def forward(model, *args, **kwargs):
+            return getattr(model, _PUT_ON)[place](*args, **kwargs)
+
+        forward.__signature__ = inspect.signature(type(self.owner).forward)
+        return forward
 
     @property
     def __signature__(self) -> inspect.Signature:
