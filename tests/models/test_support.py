@@ -1,7 +1,9 @@
+import os
 import re
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,9 @@ from unsloth_trl.models.support import (
     VERIFIED,
     Support,
     UnsupportedArchitectureWarning,
+    check_architecture,
     check_packing,
+    check_sharing,
     state_between_tokens,
     support_table,
     text_model_type,
@@ -188,6 +192,82 @@ def test_strict_refuses_an_unverified_architecture():
 def test_allow_unverified_packs_with_a_warning(strict):
     with pytest.warns(UnsupportedArchitectureWarning, match="'gpt_neox' is not among .*packs it anyway"):
         assert check_packing(AutoConfig.for_model("gpt_neox"), strict=strict, allow_unverified=True) is True
+
+
+UNKNOWN, STATE = AutoConfig.for_model("gpt_neox"), tiny_config("kimi_linear")
+
+
+@pytest.mark.parametrize(
+    ("check", "config", "consequence", "what_to_do"),
+    [
+        (partial(check_architecture, strict=False), UNKNOWN, "slower and in more memory", "set allow_unverified=True"),
+        (partial(check_architecture, strict=False), STATE, "Samples in one row would mix", "Set packing=False and"),
+        (
+            partial(check_architecture, strict=False, own_code=True),
+            tiny_config("llama"),
+            "may ignore what packed rows need",
+            "Load it with trust_remote_code=False",
+        ),
+        (
+            partial(check_packing, strict=False, allow_unverified=False),
+            UNKNOWN,
+            "trains unpacked: the result is right, but padding costs time",
+            "allow_unverified=True packs it",
+        ),
+        (
+            partial(check_packing, strict=False, allow_unverified=True),
+            UNKNOWN,
+            "samples mix silently",
+            "Compare the loss of a few steps with packing=False",
+        ),
+        (
+            partial(check_sharing, strict=False, allow_unverified=False),
+            UNKNOWN,
+            "the result is right, but takes more time and memory",
+            "strict=True makes this an error, allow_unverified=True shares prompts",
+        ),
+        (
+            partial(check_sharing, strict=False, allow_unverified=False),
+            STATE,
+            "the result is right, but takes more time and memory",
+            "strict=True makes this an error",
+        ),
+        (
+            partial(check_sharing, strict=False, allow_unverified=True),
+            UNKNOWN,
+            "completions of one prompt see each other silently",
+            "Compare the loss of a few steps with share_prompts=False",
+        ),
+    ],
+)
+def test_a_warning_says_what_and_its_consequence_and_what_to_do(check, config, consequence, what_to_do):
+    with pytest.warns(UnsupportedArchitectureWarning) as caught:
+        check(config)
+    (text,) = (str(warning.message) for warning in caught)
+    assert text.startswith(f"model_type '{config.model_type}'") and text.endswith(".") and "\n" not in text
+    assert text.index(consequence) < text.index(what_to_do)
+    with warnings.catch_warnings(), pytest.raises(UnsupportedArchitectureWarning):
+        warnings.simplefilter("error", UnsupportedArchitectureWarning)
+        check(config)
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_pythons_own_option_makes_it_an_error(how):
+    code = (
+        "import unsloth_trl.models.support as support\n"
+        "from types import SimpleNamespace\n"
+        "support.check_architecture(SimpleNamespace(model_type='new'), strict=False)\n"
+        "print('went on')"
+    )
+    command, env = [sys.executable, "-c", code], dict(os.environ)
+    assert "went on" in subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    if how == "option":
+        command[1:1] = ["-W", "error:model_type"]
+    else:
+        env["PYTHONWARNINGS"] = "error:model_type"
+    failed = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert failed.returncode == 1 and "went on" not in failed.stdout
+    assert "UnsupportedArchitectureWarning: model_type 'new' is not among the verified" in failed.stderr
 
 
 def test_a_wrapper_is_verified_only_where_listed():

@@ -140,7 +140,13 @@ _FEATURE_NAMES = {
 
 
 class UnsupportedArchitectureWarning(UserWarning):
-    """The model's architecture is outside the verified table; the message says what was done about it."""
+    """
+    The model's architecture is outside the verified table; the message says what that is, what follows from it, and
+    what to do.
+
+    Every message begins with `model_type`. That is what Python's own option needs, `python -W error:model_type`: the
+    class is not to be had yet where `-W error::CATEGORY` is read, before installed packages are on the path.
+    """
 
 
 def text_model_type(config: Any) -> str:
@@ -293,7 +299,8 @@ def check_sharing(config: Any, *, strict: bool, allow_unverified: bool, model: A
         return None
     if gap is not None and allow_unverified:
         warnings.warn(
-            f"{name} {gap}. allow_unverified=True shares prompts anyway; compare the loss of a few steps with "
+            f"{name} {gap}. allow_unverified=True shares prompts anyway; if anything but causal attention links its "
+            "tokens, completions of one prompt see each other silently. Compare the loss of a few steps with "
             "share_prompts=False and with patches='none'.",
             UnsupportedArchitectureWarning,
             stacklevel=2,
@@ -302,8 +309,10 @@ def check_sharing(config: Any, *, strict: bool, allow_unverified: bool, model: A
     reason = f"{name}: {obstacle}" if obstacle else f"{name} {gap}"
     if strict:
         raise ValueError(f"{reason}, and strict=True. Set strict=False to train it on TRL's padded rows.")
+    instead = "strict=True makes this an error" + ("" if obstacle else ", allow_unverified=True shares prompts anyway")
     warnings.warn(
-        f"{reason}. It trains on TRL's padded rows, in which every completion carries its prompt.",
+        f"{reason}. It trains on TRL's padded rows, in which every completion carries its prompt: the result is right, "
+        f"but takes more time and memory. {instead}.",
         UnsupportedArchitectureWarning,
         stacklevel=2,
     )
