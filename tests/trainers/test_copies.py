@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -61,9 +62,10 @@ def test_a_copy_computes_with_its_own_weights(task, lora, tmp_path):
 def test_the_copy_outlives_the_original(tmp_path):
     trainer = trained("sft", False, tmp_path)
     expected = logits(trainer.model.eval())
-    twin = copy.deepcopy(trainer.model)
+    twin, original = copy.deepcopy(trainer.model), weakref.ref(trainer.model)
     del trainer
     gc.collect()
+    assert original() is None
     assert torch.equal(logits(twin), expected)
 
 

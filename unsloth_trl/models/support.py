@@ -311,8 +311,8 @@ def check_sharing(config: Any, *, strict: bool, allow_unverified: bool, model: A
         raise ValueError(f"{reason}, and strict=True. Set strict=False to train it on TRL's padded rows.")
     instead = "strict=True makes this an error" + ("" if obstacle else ", allow_unverified=True shares prompts anyway")
     warnings.warn(
-        f"{reason}. It trains on TRL's padded rows, in which every completion carries its prompt: the result is right, "
-        f"but takes more time and memory. {instead}.",
+        f"{reason}. It trains on TRL's padded rows, in which every completion carries its prompt: the result is "
+        f"right, but takes more time and memory. {instead}.",
         UnsupportedArchitectureWarning,
         stacklevel=2,
     )
