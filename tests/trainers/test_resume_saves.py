@@ -225,7 +225,7 @@ def test_half_a_checkpoint_of_another_program(whole, tmp_path, caplog):
     assert trainer._resumed_from == str(tmp_path / "checkpoint-2")
     assert_same(trainer, whole)
     assert names(tmp_path) == ["_interrupted-checkpoint-8", "_interrupted-checkpoint-9", "checkpoint-4"]
-    assert "is incomplete; it is now _interrupted-checkpoint-9, and not used" in caplog.text
+    assert "no complete trainer_state.json: it is now _interrupted-checkpoint-9, and not used" in caplog.text
 
 
 def test_nothing_to_resume_from(tmp_path):
@@ -233,7 +233,7 @@ def test_nothing_to_resume_from(tmp_path):
     with pytest.raises(ValueError, match=r"resume_from_checkpoint=True needs a checkpoint in output_dir=.* has none"):
         trainer.train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-5").mkdir()
-    with pytest.raises(ValueError, match=r"has only incomplete ones \(checkpoint-5\); pass the folder"):
+    with pytest.raises(ValueError, match=r"has only incomplete ones \(checkpoint-5 has no .*\); pass the folder"):
         trainer.train(resume_from_checkpoint=True)
 
 

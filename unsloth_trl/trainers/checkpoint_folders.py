@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -12,14 +11,14 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .checkpoint_files import find_damage
+
 
 # Beside the checkpoints. Pushes of the output folder leave out names that begin with an underscore, and neither
 # rotation nor `resume_from_checkpoint=True` looks into it.
 ASIDE = "_incomplete"
 _REPLACED = "replaced"
 _PUT_ASIDE = "_interrupted-"
-# the mark of transformers' `enable_jit_checkpoint`
-_MARK = "checkpoint-is-incomplete.txt"
 # what file systems say that have no rename of folders, or no fsync
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
@@ -27,13 +26,7 @@ _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end: the state of the Trainer is the last file of it."""
-    if (checkpoint / _MARK).exists():
-        return False
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
+    return find_damage(checkpoint) is None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -49,7 +42,7 @@ def last_complete(folder: Path) -> Path | None:
     return next((path for path in reversed(list_checkpoints(folder)) if is_complete(path)), None)
 
 
-def set_incomplete_aside(folder: Path) -> list[Path]:
+def set_incomplete_aside(folder: Path) -> list[tuple[Path, str]]:
     """
     Rename checkpoints whose save was interrupted, so that they are neither resumed from nor counted.
 
@@ -57,15 +50,15 @@ def set_incomplete_aside(folder: Path) -> list[Path]:
         folder (`Path`): The output folder.
 
     Returns:
-        `list[Path]`: Their new names.
+        `list[tuple[Path, str]]`: Their new names, and what was wrong with each.
     """
     renamed = []
     for checkpoint in list_checkpoints(folder):
-        if not is_complete(checkpoint):
+        if (damage := find_damage(checkpoint)) is not None:
             target = folder / f"{_PUT_ASIDE}{checkpoint.name}"
             _remove(target)
             _move(checkpoint, target)
-            renamed.append(target)
+            renamed.append((target, damage))
     return renamed
 
 

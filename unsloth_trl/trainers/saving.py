@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
+from .checkpoint_files import find_damage, find_missing, find_missing_state
 from .checkpoint_folders import (
     ASIDE,
     clear_aside,
@@ -49,7 +50,8 @@ class Saving(Resuming):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """
-        As in the Trainer. `resume_from_checkpoint=True` takes the last complete checkpoint.
+        As in the Trainer. `resume_from_checkpoint=True` takes the last checkpoint that is complete: with weights,
+        optimizer, schedule and random state, none of them cut off (`save_only_model=True`: with weights).
 
         Raises:
             ValueError: If the checkpoint to resume from is not complete, or none in `output_dir` is.
@@ -75,28 +77,51 @@ class Saving(Resuming):
         if asked is None or asked is False:
             return None
         folder = Path(self.args.output_dir)
-        last = last_complete(folder)
+        found = {path: self._why_not(path) for path in reversed(list_checkpoints(folder))}
+        last = next((path for path, reason in found.items() if reason is None), None)
         if asked is not True:
             asked = Path(asked)
-            if asked.is_dir() and not is_complete(asked):
+            reason = self._why_not(asked) if asked.is_dir() else "is no folder"
+            if reason is not None:
                 instead = f"; resume_from_checkpoint=True takes {last}" if last is not None else ""
-                raise ValueError(
-                    f"resume_from_checkpoint={str(asked)!r} has no complete {TRAINER_STATE_NAME}: its save was "
-                    f"interrupted, or it is not a checkpoint{instead}"
-                )
+                raise ValueError(f"resume_from_checkpoint={str(asked)!r} {reason}{instead}")
         elif last is None:
-            incomplete = ", ".join(path.name for path in list_checkpoints(folder))
-            found = f"only incomplete ones ({incomplete})" if incomplete else "none"
+            reasons = "; ".join(f"{path.name} {reason}" for path, reason in found.items())
             raise ValueError(
                 f"resume_from_checkpoint=True needs a checkpoint in output_dir={self.args.output_dir!r}, which has "
-                f"{found}; pass the folder of a checkpoint, or None to begin anew"
+                f"{f'only incomplete ones ({reasons})' if found else 'none'}; pass the folder of a checkpoint, or "
+                "None to begin anew"
             )
+        chosen = last if asked is True else asked
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            for path in set_incomplete_aside(folder):
-                logger.warning(f"A checkpoint in {folder} is incomplete; it is now {path.name}, and not used.")
+            for path, damage in set_incomplete_aside(folder):
+                logger.warning(f"A checkpoint in {folder} {damage}: it is now {path.name}, and not used.")
         self.accelerator.wait_for_everyone()
-        return str(last if asked is True else asked)
+        for path, reason in found.items():  # the highest step first
+            if asked is not True or path == chosen:
+                break
+            if path.is_dir():
+                logger.warning(f"{path} {reason}. It is left out: the run goes on from {chosen}.")
+        if missing := find_missing_state(chosen):
+            logger.warning(
+                f"{chosen} has no {' and no '.join(missing)}: what these would have begins anew, as "
+                "save_only_model=True is set. Save with save_only_model=False to go on as if nothing had happened."
+            )
+        return str(chosen)
+
+    def _why_not(self, checkpoint: Path) -> str | None:
+        """Why a run cannot go on from this folder, as the rest of a sentence about it, or `None`."""
+        if (damage := find_damage(checkpoint)) is not None:
+            return f"{damage}: its save was interrupted, or it is not a checkpoint"
+        missing = find_missing(checkpoint)
+        state = find_missing_state(checkpoint)
+        if not missing or missing == state and self.args.save_only_model:
+            return None
+        text = f"has no {' and no '.join(missing)}, without which a run cannot go on as it was"
+        if missing == state:
+            text += " (if it was saved with save_only_model=True, set that again to go on from its weights alone)"
+        return text
 
     def _get_output_dir(self, trial) -> str:
         folder = super()._get_output_dir(trial)
