@@ -1,6 +1,7 @@
 """`apply_patches`: the one place that knows which patches there are and in which order they go on."""
 
 import weakref
+from collections.abc import Callable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,6 +38,26 @@ def current_report(model: nn.Module) -> PatchReport | None:
     return None if report is None or report.removed else report
 
 
+def _patches() -> tuple[tuple[str, Callable[[PreTrainedModel, PatchConfig], PatchEntry]], ...]:
+    # they import transformers models' interfaces: at call time, so that this module stays light
+    from .attention import patch as attention
+    from .checkpointing import patch as checkpointing
+    from .compilation import patch as compilation
+    from .lm_head import patch as lm_head
+    from .lora import patch as lora
+    from .moe import patch as moe
+
+    return (
+        ("attention", attention.apply),
+        ("lm_head", lm_head.apply),
+        ("lora", lora.apply),
+        ("moe", moe.apply),
+        ("checkpointing", checkpointing.apply),
+        ("compilation", compilation.apply),
+        ("cuda_graphs", compilation.apply_graphs),
+    )
+
+
 def apply_patches(
     model: nn.Module, config: PatchConfig | None = None, *, skip: dict[str, str] | None = None
 ) -> PatchReport:
@@ -53,14 +74,6 @@ def apply_patches(
     Returns:
         `PatchReport`: What was applied, and `remove()`.
     """
-    # the patches import transformers models' interfaces: at call time, so that this module stays light
-    from .attention import patch as attention
-    from .checkpointing import patch as checkpointing
-    from .compilation import patch as compilation
-    from .lm_head import patch as lm_head
-    from .lora import patch as lora
-    from .moe import patch as moe
-
     config = PatchConfig() if config is None else config
     skip = {} if skip is None else skip
     base = base_model(model)
@@ -68,15 +81,7 @@ def apply_patches(
     if earlier is not None:
         earlier.remove()
     entries = []
-    for name, apply in (
-        ("attention", attention.apply),
-        ("lm_head", lm_head.apply),
-        ("lora", lora.apply),
-        ("moe", moe.apply),
-        ("checkpointing", checkpointing.apply),
-        ("compilation", compilation.apply),
-        ("cuda_graphs", compilation.apply_graphs),
-    ):
+    for name, apply in _patches():
         try:
             entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
         except Exception:
@@ -85,3 +90,30 @@ def apply_patches(
     report = PatchReport(base, entries)
     _REPORTS[base] = report
     return report
+
+
+def reapply(report: PatchReport, config: PatchConfig, names: tuple[str, ...], skip: dict[str, str]) -> None:
+    """
+    Put some patches on again with other switches, in their places in the report; between two steps of training.
+
+    Args:
+        report (`PatchReport`): Of a model that has its patches still.
+        config (`PatchConfig`): The switches.
+        names (`tuple[str, ...]`): The patches. Those that sit on the same modules have to come together.
+        skip (`dict[str, str]`): See `apply_patches`.
+
+    Raises:
+        RuntimeError: If the patches were taken out, or their model is gone.
+    """
+    model = report.model
+    if report.removed or model is None:
+        raise RuntimeError("the patches are not in the model any more")
+    for entry in reversed(report.entries):
+        if entry.name in names and entry.undo is not None:
+            entry.undo(model)
+            entry.modules, entry.detail, entry.undo = (), "taken out", None
+    for name, apply in _patches():
+        if name in names:
+            new = PatchEntry(name, (), skip[name]) if name in skip else apply(model, config)
+            entry = report[name]
+            entry.modules, entry.detail, entry.undo = new.modules, new.detail, new.undo

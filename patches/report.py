@@ -52,6 +52,11 @@ class PatchReport:
         self.entries = list(entries)
         self.removed = False
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that the patches are in, or `None` if it is gone."""
+        return self._model()
+
     def __getitem__(self, name: str) -> PatchEntry:
         for entry in self.entries:
             if entry.name == name:

@@ -79,6 +79,15 @@ class Plan:
         if not self.notch.offload:
             self.offloader.release()
 
+    def follow(self, earlier: "Plan") -> None:
+        """Go on from another plan of the same model, whose layers save something else from now on."""
+        self.changes = list(earlier.changes)
+        self.reserve, self.measures, self._probe = earlier.reserve, earlier.measures, earlier._probe
+        if earlier.fixed:
+            self.fixed, self.planned_tokens = True, earlier.planned_tokens
+            self.notch, self._refused = earlier.notch, earlier._refused
+            self.offloader.set_staging_buffers(self.notch.staging)
+
     # a copy of the model, or a pickled one, has the policy and starts anew
     def __getstate__(self) -> dict[str, Any]:
         names = ("policy", "num_layers", "staging_buffers", "num_devices", "max_pinned_gb")

@@ -1,5 +1,9 @@
 """Puts compiled forwards on the decoder layers of a model, and a captured one on the decoder."""
 
+import os
+import shutil
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -7,6 +11,7 @@ from ..attention.patch import text_decoder
 from ..checkpointing.patch import current_plan, decoder_layers
 from ..checkpointing.tiles import TiledForward, TileSwitch
 from ..config import PatchConfig
+from ..kernels import has_triton
 from ..quantization.experts import is_experts
 from ..report import LiveText, PatchEntry
 from .graphs import GraphedDecoder, why_no_graphs
@@ -17,6 +22,21 @@ def has_windows(model: PreTrainedModel) -> bool:
     """Whether some layers of the text model attend within a sliding window."""
     text = model.config.get_text_config()
     return bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """What a device or its machine lacks for layers that are compiled to kernels worth having, or `None`."""
+    if device.type != "cuda":
+        return f"no measured gain on {device.type}"
+    if not has_triton():
+        return "Triton is not installed: pip install triton"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "no measured gain on cards before sm_80"
+    # what Triton compiles its launchers with; its package for Windows brings one
+    found = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), None)
+    if found is None and os.name != "nt":
+        return "no C compiler was found: install gcc or clang, or set CC"
+    return None
 
 
 def apply(model: PreTrainedModel, config: PatchConfig, backend: str = "inductor") -> PatchEntry:

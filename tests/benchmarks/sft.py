@@ -32,6 +32,7 @@ ap.add_argument("--tokenizer", required=True)
 ap.add_argument("--len", type=int, default=4096)
 ap.add_argument("--bs", type=int, default=4)
 ap.add_argument("--steps", type=int, default=14)
+ap.add_argument("--length", type=int, default=0, help="steps the trainer believes to make; it is ended after --steps")
 ap.add_argument("--skip", type=int, default=5, help="warm-up steps left out of the median")
 ap.add_argument("--qlora", type=int, default=0)
 ap.add_argument("--attn", default=None)
@@ -84,7 +85,7 @@ kw = {
     "packing": bool(a.packing),
     "per_device_train_batch_size": a.bs,
     "gradient_accumulation_steps": 1,  # Unsloth's own default is 2
-    "max_steps": a.steps,
+    "max_steps": a.length or a.steps,
     "logging_steps": 1 if a.timing == "per step" else 1000,
     "save_strategy": "no",
     "report_to": "none",
@@ -113,7 +114,7 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
             self.t = time.perf_counter()
 
-    def on_step_end(self, args, state, *_, **__):
+    def on_step_end(self, args, state, control, **_):
         last = state.global_step == a.steps
         if a.timing == "per step":
             torch.cuda.synchronize()
@@ -125,6 +126,7 @@ class Clock(TrainerCallback):
             if a.timing == "window":
                 times.extend([0.0] * a.skip + [(time.perf_counter() - self.t) / (a.steps - a.skip)])
             times.extend(b.elapsed_time(e) / 1e3 for b, e in itertools.pairwise(self.events))
+        control.should_training_stop = last
         if a.profile and last:
             torch.cuda.synchronize()
             self.profile.stop()
@@ -203,6 +205,8 @@ result = {
     "median_s": round(median, 4),
     "min_s": round(s[0], 4),
     "max_s": round(s[-1], 4),
+    "warm_up_s": round(sum(times[: a.skip]), 1),
+    "length": a.length or a.steps,
     "steps": len(s),
     "tokens": round(per_batch),
     "tok_s": round(per_batch / median),

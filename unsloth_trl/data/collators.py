@@ -1,6 +1,6 @@
 """The collator: rows of tokens in, one batch with its `PackedLayout` and its labelled positions out."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,14 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
         static_length (`int`, *optional*):
             Flattened batches come in few shapes: full ones of as many rows as there are examples, `static_length`
             tokens each, others rounded up to a multiple of `STEP`; boundaries and the longest segment rounded up too.
+        is_static (`torch.Tensor`, bool, a scalar, *optional*):
+            Whether they do so now. It is in shared memory, so that it can be changed while the workers of a data
+            loader have copies of the collator. By default `True`.
     """
 
     cached: bool = True
     static_length: int | None = None
+    is_static: torch.Tensor = field(default_factory=lambda: torch.tensor(True).share_memory_())
 
     @classmethod
     def from_trl(cls, collator: DataCollatorForLanguageModeling, **own: Any) -> "PackedDataCollator":
@@ -110,7 +114,7 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
         multiple = self.pad_to_multiple_of or 1
         pad_to = asked = -(-num_tokens // multiple) * multiple
         static = {}
-        if self.static_length is not None:
+        if self.static_length is not None and self.is_static:
             pad_to = static_tokens(num_tokens, len(examples) * self.static_length, multiple)
             longest = int(max(pad_to - num_tokens, *map(max, seq_lengths)))
             static["max_seqlen_multiple"] = max(LEAST_SEQLEN, 1 << (longest - 1).bit_length())

@@ -31,6 +31,7 @@ from ..patches.attention.patch import own_attention
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
+from .compiling import Compiling
 from .construction import (
     default_name,
     follow_model,
@@ -68,7 +69,7 @@ class TokenCounts:
     padded: int = 0
 
 
-class GRPOTrainer(GenerationCycle, Publishing, MemoryPlanning, trl.GRPOTrainer):
+class GRPOTrainer(GenerationCycle, Publishing, Compiling, MemoryPlanning, trl.GRPOTrainer):
     """
     `trl.GRPOTrainer` in which the prompt of a group goes through the model once per pass, and padding never does. Same
     arguments, same losses, same adapters: rollouts, rewards and all loss mathematics are TRL's.
@@ -141,6 +142,7 @@ class GRPOTrainer(GenerationCycle, Publishing, MemoryPlanning, trl.GRPOTrainer):
         config = settle_policy(config, self)
         self.patch_report = apply_patches(self.model, config, skip=skip)
         self._start_planning()
+        self._start_compiling(config, skip)
         if self.ref_model is not None:
             frozen = skip | {"checkpointing": "it has no backward"}
             reference = apply_patches(self.accelerator.unwrap_model(self.ref_model), config, skip=frozen)

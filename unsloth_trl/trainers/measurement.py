@@ -9,6 +9,9 @@ import torch
 from transformers import TrainerCallback
 
 
+WARM_UP = 12  # steps, in which layers are compiled and graphs captured
+
+
 @dataclass
 class Measured:
     """
@@ -127,7 +130,7 @@ class RunMeasurement(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         left = max(state.max_steps - state.global_step, 1)
         # a few steps for compilation and graphs where the run is long enough, and never all of it
-        warm_up = max(min(5, left // 4), 1)
+        warm_up = max(min(WARM_UP, left // 4), 1)
         warm_up = -(-warm_up // self.cycle) * self.cycle
         self.measured = Measured(warm_up=warm_up, num_processes=args.world_size)
         self.steps, self._mark = 0, None

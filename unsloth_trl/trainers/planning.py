@@ -218,16 +218,26 @@ class MemoryPlanning:
     def _start_planning(self) -> None:
         if (widened := widen_adapters(self.model, self.args)) is not None:
             self.patch_report.add(widened)
-        self._plan = current_plan(base_model(self.model)) if self.args.gradient_checkpointing else None
+        self._take_plan()
         if self._plan is not None:
-            self._plan.measures = True
             self._cards = [d for d in {p.device for p in self.model.parameters()} if d.type == "cuda"]
             if self.args.device.type == "cuda" and not self._cards:
                 self._cards = [self.args.device]  # the model is moved there later
-            if self._num_processes > 1:
-                self._plan.reserve = RESERVE_OF_RANKS
             self._signals = _Signals(self._plan)
             self.callback_handler.callbacks.insert(0, self._signals)
+
+    def _take_plan(self) -> None:
+        """Follow the plan that is on the model now."""
+        earlier = self._plan
+        self._plan = current_plan(base_model(self.model)) if self.args.gradient_checkpointing else None
+        if self._plan is None:
+            return
+        self._plan.measures = True
+        if self._num_processes > 1:
+            self._plan.reserve = RESERVE_OF_RANKS
+        if earlier is not None:
+            self._plan.follow(earlier)
+            self._signals.plan = self._plan
 
     @property
     def _num_processes(self) -> int:

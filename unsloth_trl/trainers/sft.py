@@ -20,6 +20,7 @@ from ..models.support import check_packing
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model
 from ..patches.report import PatchEntry, PatchReport
+from .compiling import Compiling
 from .construction import (
     default_name,
     follow_model,
@@ -52,7 +53,7 @@ class _RestoreNanFilter(TrainerCallback):
     on_pre_optimizer_step = on_substep_end = on_step_end = _restore
 
 
-class SFTTrainer(Saving, Publishing, MemoryPlanning, trl.SFTTrainer):
+class SFTTrainer(Saving, Publishing, Compiling, MemoryPlanning, trl.SFTTrainer):
     """
     `trl.SFTTrainer` with packed attention, a head that is told where the labels are, and metrics that stay on the
     device until they are logged. Same arguments, same losses, same adapters.
@@ -117,10 +118,11 @@ class SFTTrainer(Saving, Publishing, MemoryPlanning, trl.SFTTrainer):
         else:
             if not self._packs or not config.packed_metadata or self.args.max_length is None:
                 skip["cuda_graphs"] = "batches of few shapes need packed rows, packed_metadata and a max_length"
-            static_length = self.args.max_length if config.cuda_graphs == "on" and not skip else None
+            static_length = self.args.max_length if config.cuda_graphs != "off" and not skip else None
             self.data_collator = PackedDataCollator.from_trl(
                 self.data_collator, cached=config.packed_metadata, static_length=static_length
             )
+            self.data_collator.is_static.fill_(config.cuda_graphs == "on")
             if not self._packs:
                 skip["attention"] = "no batch is packed, so the model keeps its own attention"
         if (reason := why_not_checkpoint(self.args, self.accelerator)) is not None:
@@ -128,6 +130,7 @@ class SFTTrainer(Saving, Publishing, MemoryPlanning, trl.SFTTrainer):
         config = settle_policy(config, self)
         self.patch_report = apply_patches(self.model, config, skip=skip)
         self._start_planning()
+        self._start_compiling(config, skip)
         self._report_trainer(refusal)
         self._nan_filter = self.args.logging_nan_inf_filter
         # before the user's callbacks
