@@ -91,14 +91,14 @@ def errors(found, expected):
     return [((a.double() - e).norm() / e.norm().clamp(min=0.1 * e.numel() ** 0.5)).item() for a, e in pairs]
 
 
-def kernels(tensors, layout, window, softcap):
-    """Output and gradients by the kernels, whatever the device, with blocks of keys divided."""
+def kernels(tensors, layout, window, softcap, blocks=BLOCKS, programs=6, least_work=8):
+    """Output and gradients by the kernels, whatever the device, with blocks of keys divided unless `programs` is 1."""
     query, key, value, sinks, grad = tensors
-    forward, for_queries, for_keys = BLOCKS
+    forward, for_queries, for_keys = blocks
     group = query.shape[1] // key.shape[1]
     rows = (forward.m, for_queries.m, for_keys.n)
-    # so little work that blocks of keys with descendants, or with several query heads, are divided
-    tables = build_tables(layout, *rows, group=group, programs=6, least_work=8)
+    # by default so little work that blocks of keys with descendants, or with several query heads, are divided
+    tables = build_tables(layout, *rows, group=group, programs=programs, least_work=least_work)
     settings = (0.3, softcap, window or 0)
     out, lse = fused.launch_forward(query, key, value, sinks, tables.q_tiles, tables.q_spans, *settings, forward)
     given = (grad, query, key, value, out, lse, tables)

@@ -158,7 +158,7 @@ EVERY, LARGE = (128, 128, "all"), (256, 256, "all")
 SIZES = {
     "sm_75": [(64, 64, "plain"), EVERY, LARGE],
     "sm_80": [EVERY, LARGE],
-    "sm_86": [EVERY, LARGE],
+    "sm_86": [(64, 64, "plain"), EVERY, LARGE],
     "sm_90": [EVERY, LARGE, (192, 128, "plain"), (512, 512, "plain"), (128, 128, "long")],
     "sm_100": [EVERY, LARGE],
     "gfx942": [EVERY, (512, 512, "plain")],
@@ -184,6 +184,15 @@ def test_kernels_compile(target, size, v_size, kind, monkeypatch):
     for kernel, recorder in zip(kernels, recorders, strict=True):
         ((_, args, kwargs),) = recorder.launches
         assert shared_memory(target, kernel, *args, **kwargs) <= target.shared, kernel.__name__
+
+
+def test_b81_what_the_small_cards_have():
+    """The bytes of shared memory that `test_kernels_compile` allows where there are fewest, and for which sizes."""
+    found = {target.name: (target.shared, target.dtype) for target in TARGETS}
+    assert found["sm_75"] == (65536, torch.float16)
+    assert found["sm_86"][0] == found["sm_89"][0] == found["sm_120"][0] == 101376
+    for name in ("sm_75", "sm_86"):
+        assert [size for size, *_ in SIZES[name]] == [64, 128, 256]
 
 
 def test_kernels_run_on_the_card_of_their_tensors(monkeypatch):

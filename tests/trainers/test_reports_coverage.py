@@ -1,4 +1,4 @@
-"""Which test holds for which public report: B01 to B78 and B83 to B88."""
+"""Which test holds for which public report: B01 to B88."""
 
 import ast
 from pathlib import Path
@@ -301,6 +301,32 @@ COVERAGE = {
         "tests/packaging/test_import.py::test_nothing_of_another_library_is_replaced",
     ],
     "B78": ["tests/patches/test_moe_gemm.py::test_without_tensor_descriptors_plain_loads_run_and_one_warning_says_so"],
+    "B79": [
+        "tests/patches/test_attention_reports.py::test_b79_a_sink_takes_its_share",
+        "tests/patches/test_attention_reports.py::test_b79_sinks_windows_and_packing_together",
+        "tests/patches/test_attention.py::test_sinks_take_their_share",
+        "tests/patches/test_attention.py::test_softcap_and_sinks_equal_the_formula",
+        "tests/patches/test_attention.py::test_impossible_backend_is_named",
+        "tests/patches/test_flash_4.py::test_by_name",
+    ],
+    "B80": [
+        "tests/patches/test_attention_reports.py::test_b80_capped_scores",
+        "tests/patches/test_attention_reports.py::test_b80_the_cap_of_a_model_is_applied",
+        "tests/patches/test_attention_reports.py::test_b80_the_cap_of_the_logits_is_in_the_loss",
+        "tests/patches/test_attention.py::test_softcap_values",
+        "tests/patches/test_frozen_head.py::test_equals_trls",
+    ],
+    "B81": [
+        "tests/patches/test_fused_attention.py::test_kernels_compile",
+        "tests/patches/test_fused_attention.py::test_b81_what_the_small_cards_have",
+        "tests/patches/test_fused_attention.py::test_what_it_cannot_do_is_named",
+        "tests/patches/test_dispatch.py::test_by_card",
+    ],
+    "B82": [
+        "tests/patches/test_attention_reports.py::test_b82_head_sizes_groups_and_lengths",
+        "tests/patches/test_fused_attention.py::test_kernels_interpreted",
+        "tests/patches/test_attention.py::test_paths_equal_the_formula",
+    ],
     "B83": ["tests/trainers/test_reports_moe.py::test_b83_heads_of_every_size"],
     "B84": ["tests/trainers/test_checkpoint_policies.py::test_b84_grpo_memory_does_not_climb"],
     "B85": [
@@ -322,11 +348,9 @@ COVERAGE = {
     ],
 }
 
-REPORTS = [*range(1, 79), *range(83, 89)]
-
 
 def test_every_report_is_listed():
-    assert list(COVERAGE) == [f"B{number:02}" for number in REPORTS]
+    assert list(COVERAGE) == [f"B{number:02}" for number in range(1, 89)]
 
 
 @pytest.mark.parametrize("report", COVERAGE)
@@ -343,7 +367,7 @@ def test_the_named_tests_exist(report):
 
 def test_reports_in_test_names_are_listed_here():
     """A test called test_b14_... stands under B14."""
-    for path in (ROOT / "tests" / "trainers").glob("test_reports_*.py"):
+    for path in (ROOT / "tests").rglob("test_*reports*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_b") and node.name[6:8].isdigit():
                 assert f"B{node.name[6:8]}" in COVERAGE, node.name
