@@ -267,12 +267,15 @@ COVERAGE = {
     ],
     # the only thing that is cached is SmolLM2, by its hash; no source is generated, and tests fail if they leave files
     "B71": [
+        "tests/packaging/test_caches.py::test_b71_folders_that_cannot_be_written",
+        "tests/packaging/test_caches.py::test_b71_code_beside_a_cached_model_is_not_executed",
         "tests/models/test_smollm2.py::test_resolve_smollm2_names_a_cache_folder_that_cannot_be_written",
         "tests/models/test_smollm2.py::test_download_wheel_rejects_a_tampered_wheel_and_downloads_again",
         "tests/models/test_smollm2.py::test_resolve_smollm2_makes_the_model_once_and_again_when_it_is_damaged",
         "tests/packaging/test_import.py::test_import_has_no_side_effect",
     ],
     "B72": [
+        "tests/packaging/test_caches.py::test_b72_processes_that_start_at_once",
         "tests/models/test_smollm2.py::test_resolve_smollm2_from_two_runs_at_once",
         "tests/packaging/test_sources.py::test_rewrites_nothing",
     ],

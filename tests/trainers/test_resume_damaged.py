@@ -81,11 +81,15 @@ def blank(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "file"), [(name, file) for name, files in CUT.items() for file in files])
-@pytest.mark.parametrize("damage", [cut, cut_to_nothing, blank], ids=lambda damage: damage.__name__)
-def test_what_is_cut_off_is_put_aside(copied, name, file, damage, caplog):
+def test_what_is_cut_off_is_put_aside(copied, name, file, caplog):
     folder, whole = copied(name)
-    damage(folder / LAST / file)
     part = f"has no complete {file}" if file == "trainer_state.json" else f"has only a part of {file}"
+    content = (folder / LAST / file).read_bytes()
+    for damage in (cut_to_nothing, blank, cut):
+        (folder / LAST / file).write_bytes(content)
+        assert find_damage(folder / LAST) is None
+        damage(folder / LAST / file)
+        assert find_damage(folder / LAST) == part
     with pytest.raises(ValueError, match=f"{LAST}' {part}: its save was interrupted.*=True takes .*{FIRST}$"):
         make(folder=folder, **CASES[name]).train(resume_from_checkpoint=str(folder / LAST))
     trainer = resume(folder=folder, **CASES[name])

