@@ -113,7 +113,7 @@ def choose(
         "sdpa": functools.partial(sdpa_refusal, softcap, sinks),
         "eager": lambda: None,
     }
-    order = _order(backend, query, value, in_graph or layout.any_lengths)
+    order = _order(backend, query, value, in_graph)
     if layout.any_lengths:
         for name in order:
             if name in GRAPHS and refusals[name]() is None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from tests.patches.fused_attention_cases import draw_for, eager, errors
-from unsloth_trl.patches.attention import dispatch, flash_4, op, patch
+from unsloth_trl.patches.attention import compiled, dispatch, flash_4, op, patch
 from unsloth_trl.patches.attention.flash_4 import flash_attn_4
 from unsloth_trl.patches.config import PatchConfig
 from unsloth_trl.patches.layout import PackedLayout
 
+
+pytest.importorskip("triton")
 
 ROW = PackedLayout([5, 3])
 GROUP = PackedLayout([5, 3, 4], [-1, 0, 0])
@@ -150,10 +152,24 @@ def test_the_attention_of_a_layer(card, calls, window):
     assert layout.reached == {"attention"}
 
 
+@on((10, 0))
+def test_a_compiled_layer_has_another(card, calls):
+    """What a graph holds is an op, and chooses among ops when it runs."""
+    layout = PackedLayout([5, 3])
+    layout._by_device[OnACard.device] = layout
+    head = torch.empty(1, 4, 8, 64, dtype=torch.bfloat16).as_subclass(OnACard)
+    assert dispatch.fits_graph("auto", head, head, None, None, 0.0)
+    assert compiled._opened(head, head, compiled.hold(layout), 3, 0.0, None, "auto") == (
+        layout,
+        3,
+        "flash_attention_2",
+    )
+    assert dispatch.choose("auto", head, head, layout, 3, None, None, 0.0) == "flash_attention_4"
+
+
 @on((9, 0), (10, 0), (10, 3), (11, 0), (12, 0))
 def test_auto(card, calls):
     """First on the cards that nothing was measured on, for rows that it can take, outside of graphs."""
-    pytest.importorskip("triton")
     hopper = card == (9, 0)
     first, second = "triton" if hopper else "flash_attention_4", "triton" if hopper else "flash_attention_2"
     assert choose() == choose(window=3) == choose(dtype=torch.float16) == choose(size=64) == first
@@ -250,7 +266,6 @@ def test_a_package_that_does_not_run_is_said_once(card, uninstalled, recwarn):
 @on((9, 0), (10, 0), (12, 0))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_report_says_what_runs(card, dtype, calls):
-    pytest.importorskip("triton")
 
     def report(backend="auto", **module):
         parameters = [SimpleNamespace(device=torch.device("cuda"), dtype=dtype)]
