@@ -315,7 +315,7 @@ def _expected_backend(model: PreTrainedModel, config: PatchConfig) -> str:
         name = "eager" if obstacles else "sdpa"
         return _in_words(name, name, device, dtype, 0, obstacles)
     found: dict[str, list[int]] = {}
-    for size, v_size in sorted(_head_sizes(parts)) or [(1, 1)]:
+    for size, v_size in sorted(_head_sizes(parts)) or [(64, 64)]:
         call_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
         heads = _Head(device, call_dtype, (size,)), _Head(device, call_dtype, (v_size,))
         softcap, sinks = (1.0 if "soft-capping" in obstacles else None), ("attention sinks" in obstacles) or None
