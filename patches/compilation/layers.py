@@ -14,6 +14,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import deprecation
@@ -65,13 +66,25 @@ class LayerCompiler:
         self._plan = None if plan is None else weakref.ref(plan)
         self.num_graphs = 0
         self.failure: str | None = None
-        self._compiled: dict[Callable, Callable] = {}
+        self.apart: set[type[nn.Module]] = set()  # layers that come in several graphs
+        self._compiled: dict[tuple[Callable, bool], Callable] = {}
 
-    def compiled(self, forward: Callable) -> Callable:
-        """The compiled version of a class's forward, whose first argument is the layer."""
-        if forward not in self._compiled:
-            self._compiled[forward] = torch.compile(_without_deprecations(forward), backend=self._compile_graph)
-        return self._compiled[forward]
+    def compiled(self, forward: Callable, checkpointed: bool = False) -> Callable:
+        """
+        The compiled version of a class's forward, whose first argument is the layer.
+
+        Args:
+            forward (`Callable`): The forward.
+            checkpointed (`bool`): Let the graph of its backward compute again what it needs, and no more: not the
+                layer's output, which a checkpoint around a compiled layer computes twice. A layer that does not come
+                in one graph raises.
+        """
+        key = forward, checkpointed
+        if key not in self._compiled:
+            plain = _without_deprecations(forward)
+            run = functools.partial(_checkpointed, plain) if checkpointed else plain
+            self._compiled[key] = torch.compile(run, backend=self._compile_graph, fullgraph=checkpointed)
+        return self._compiled[key]
 
     def _compile_graph(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable:
         self.num_graphs += 1
@@ -126,6 +139,13 @@ class LayerCompiler:
         vars(self).update(state | {"_plan": None if plan is None else weakref.ref(plan)})
 
 
+def _checkpointed(forward: Callable, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # what draws random numbers in a layer is not compiled this way
+    return checkpoint(
+        lambda hidden: forward(layer, hidden, *args, **kwargs), hidden, use_reentrant=False, preserve_rng_state=False
+    )
+
+
 class CompiledForward(OwnForward[nn.Module]):
     """
     The `forward` of a decoder layer, compiled where that is possible.
@@ -139,6 +159,11 @@ class CompiledForward(OwnForward[nn.Module]):
         super().__init__(layer)
         self.compiler = compiler
         self.decision: _Checkpointed | None = None
+        # what comes apart into several graphs, or draws random numbers, is checkpointed from outside
+        self.whole = not any(
+            isinstance(m.__dict__.get("forward"), EagerForward) or (isinstance(m, nn.Dropout) and m.p > 0)
+            for m in layer.modules()
+        )
         self._hooks: HookWatch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +183,7 @@ class CompiledForward(OwnForward[nn.Module]):
             kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         compiled = None if decision is None else decision.compiled
         if compiled is None:
-            compiled = compiler.wants(args[0] if args else None, kwargs) and not self._is_hooked()
+            compiled = compiler.wants(args[0] if args else None, kwargs) and not self.is_hooked()
         if decision is not None:
             decision.compiled = compiled
         if not compiled:
@@ -168,14 +193,16 @@ class CompiledForward(OwnForward[nn.Module]):
             inputs = kwargs | {"packed_layout": hold(kwargs["packed_layout"])}
         _mark_tokens(args[0].shape[:2], (args, inputs))
         try:
-            return compiler.compiled(forward)(layer, *args, **inputs)
+            inside = decision is not None and decision.inside
+            return compiler.compiled(forward, inside)(layer, *args, **inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             if decision is not None:
                 raise  # what was saved until now is the checkpoint's, which begins again
             compiler.give_up(error)
             return forward(layer, *args, **kwargs)
 
-    def _is_hooked(self) -> bool:
+    def is_hooked(self) -> bool:
+        """Whether somebody's hooks are on the layer's parts."""
         # all layers share one graph, in which one layer's hooks would be all layers'
         if self._hooks is None:
             self._hooks = HookWatch(self.owner)
@@ -197,6 +224,25 @@ class _Checkpointed:
     def __init__(self, forward: CompiledForward, function: functools.partial):
         self.forward, self.function = forward, function
         self.compiled: bool | None = None
+        self.inside = False
+
+    def goes_inside(self, args: tuple) -> bool:
+        """
+        Whether the checkpoint can be part of the compiled layer, and is from here on.
+
+        Args:
+            args (`tuple`): What the function will be called with, hidden states first.
+        """
+        forward = self.forward
+        hidden = args[0] if args else self.function.keywords.get("hidden_states")
+        self.compiled = forward.compiler.wants(hidden, self.function.keywords) and not forward.is_hooked()
+        self.inside = self.compiled and forward.whole and type(forward.owner) not in forward.compiler.apart
+        return self.inside
+
+    def comes_apart(self) -> None:
+        """The layer is not one graph, or no graph at all: the checkpoint has to be around it."""
+        self.forward.compiler.apart.add(type(self.forward.owner))
+        self.inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, function = self.forward, self.function
@@ -211,7 +257,7 @@ class _Checkpointed:
     def give_up(self, error: Exception) -> None:
         """The compiler has failed in this forward, which comes again."""
         self.forward.compiler.give_up(error)
-        self.compiled = False
+        self.compiled = self.inside = False
 
 
 class HookWatch:

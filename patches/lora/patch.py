@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import PatchConfig
 from ..owner import OwnForward
@@ -38,7 +39,17 @@ def cast_input(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | Non
 class PlainLoraForward(OwnForward[Linear]):
     """
     The `forward` of a patched LoRA layer: PEFT's own for anything but one active, unmerged adapter without dropout.
+
+    Args:
+        layer (`Linear`): The layer.
+        adapter_first (`bool`): Compute the adapter's product before the base's. A checkpoint runs a decoder layer
+            again up to the last thing that was saved for the backward, and a frozen base saves nothing: of the last
+            linear layer its product is left out then. Elsewhere PEFT's order is kept, in which autograd sums.
     """
+
+    def __init__(self, layer: Linear, adapter_first: bool = False):
+        super().__init__(layer)
+        self.adapter_first = adapter_first
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         layer = self.owner
@@ -48,9 +59,11 @@ class PlainLoraForward(OwnForward[Linear]):
         plain = name in layer.lora_A and name not in layer.lora_variant and _is_identity(layer.lora_dropout[name])
         if args or kwargs or not plain or layer.disable_adapters or layer.merged:
             return self.before(x, *args, **kwargs)
-        result = layer.base_layer(x)
         lora_A, lora_B = layer.lora_A[name], layer.lora_B[name]
+        result = None if self.adapter_first else layer.base_layer(x)
         product = lora_B(lora_A(layer._cast_input_dtype(x, lora_A.weight.dtype)))
+        if result is None:
+            result = layer.base_layer(x)
         return torch.add(result, product, alpha=layer.scaling[name]).to(result.dtype)
 
 
@@ -79,6 +92,13 @@ def _is_identity(dropout: nn.Module) -> bool:
     return isinstance(dropout, nn.Identity)
 
 
+def _last_of_each_checkpoint(model: PreTrainedModel) -> set[nn.Module]:
+    """The last LoRA layer in each layer that transformers can checkpoint."""
+    checkpointed = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    inner = ([m for m in layer.modules() if isinstance(m, LoraLayer)] for layer in checkpointed)
+    return {layers[-1] for layers in inner if layers}
+
+
 def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     """Give each plain LoRA layer an instance's own `_cast_input_dtype`, and those in bf16 or NF4 a `forward`."""
     if not config.lean_lora:
@@ -91,10 +111,11 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
         return PatchEntry("lora", (), "LoRA dropout draws its mask on the cast input; set lora_dropout=0")
     # to a compiler, a forward of a layer's own is other code in each layer; it fuses PEFT's itself
     compiled = config.compile_layers == "on"
+    last = _last_of_each_checkpoint(model)
     for layer in layers:
         layer._cast_input_dtype = cast_input
         if _adds_its_product(layer) and "forward" not in layer.__dict__ and not compiled:
-            layer.forward = PlainLoraForward(layer)
+            layer.forward = PlainLoraForward(layer, adapter_first=layer in last)
 
     def undo(model: PreTrainedModel) -> None:
         for module in model.modules():

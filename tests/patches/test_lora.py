@@ -62,6 +62,22 @@ def test_scaling_inside_the_addition():
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
 
 
+def test_a_checkpoint_does_not_multiply_by_the_last_weight_again():
+    """Nothing of it is saved for the backward, and the checkpoint ends with the last thing that is."""
+    model = model_with_lora(LoraConfig(r=4, lora_alpha=4, target_modules=["gate_proj", "down_proj"]))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    model.train()
+    stock = run(model)
+    runs = {}
+    for name, module in model.named_modules():
+        if name.endswith("base_layer"):
+            module.register_forward_hook(lambda *_, name=name: runs.update({name: runs.get(name, 0) + 1}))
+    apply_patches(model, PatchConfig(checkpoint_policy="recompute"), skip=SKIP)
+    assert equal(run(model), stock)
+    assert {name.split(".")[-2]: number for name, number in runs.items()} == {"gate_proj": 2, "down_proj": 1}
+
+
 @pytest.mark.parametrize("added", [{"lora_dropout": 0.5}, {"use_dora": True}], ids=["dropout", "dora"])
 def test_an_adapter_added_later_runs_as_in_peft(added):
     model = model_with_lora(LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]), torch.float32)

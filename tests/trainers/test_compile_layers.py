@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 import unsloth_trl
 from tests.numerics import assert_runs_close, make_trainer, run_sft
@@ -113,6 +115,48 @@ def test_attention_within_the_graph(in_graph, untranslated):
     assert_runs_close(on, off, 1e-4)
     # of any length; one for the first layer, whose input needs no gradient, and one for the others
     assert num_graphs(on.trainer) <= 2
+
+
+@pytest.mark.parametrize(
+    "model_type, lora, expected",
+    [
+        (
+            "llama",
+            True,
+            {"forward": 21, "backward": 54},
+        ),  # 7 linears of 3 products; 19 of them again, 5 gradients each
+        ("llama", False, {"forward": 7, "backward": 20}),  # 6 of 7 again and 2 gradients each
+        ("gemma2", True, None),  # soft caps interrupt the graph here, so the checkpoint stays around it
+        ("qwen3_moe", True, None),
+    ],
+)
+def test_a_backward_computes_no_output_again(model_type, lora, expected, in_graph, monkeypatch):
+    """The checkpoint is in the graph, whose backward leaves out what only the layer's output needs."""
+    products = {}
+
+    def compiler(name):
+        def count(graph, inputs):
+            found = sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
+            products.setdefault(name, set()).add(found)
+            return make_boxed_func(graph.forward)
+
+        return count
+
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: backend)
+    on = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="on", **PACKED)
+    off = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="off", **PACKED)
+    assert_runs_close(on, off, 1e-4)
+    apart = layers_of(on.trainer.model)[0].__dict__["forward"].compiler.apart
+    if expected is None:
+        assert sum(map(max, products.values())) > 0
+        assert bool(apart) is (model_type == "gemma2")
+    else:
+        assert products == {name: {number} for name, number in expected.items()} and not apart
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ PACKED = {
     "checkpoint_policy": "recompute",
     "rows": masked_rows(16, seed=5),
 }
+DECIDED = compiling.FIRST_MEASURED + compiling.MEASURED - 1  # the step after which it is
 BUSY, WAITING = StepTime(1.0, 0.05), StepTime(1.0, 0.4)  # the host
 
 
@@ -102,8 +103,8 @@ def test_a_machine_without_a_compiler(monkeypatch):
 def test_a_short_run_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(compilation, "why_no_compiler", lambda device: None)
     run = run_sft(unsloth_trl, "llama", lora=True, **PACKED)
-    assert run.trainer.state.max_steps > compiling.MEASURED_STEP
-    assert told(run.trainer, "compilation").startswith("compile_layers='auto' is off at step 3: ")
+    assert run.trainer.state.max_steps > DECIDED
+    assert told(run.trainer, "compilation").startswith("compile_layers='auto' is off at step 5: ")
     assert " seconds left, the host launches for " in told(run.trainer, "compilation")
     assert not compiled_layers(run.trainer)
 
@@ -117,7 +118,7 @@ def test_compiling_within_a_run_changes_nothing(model_type, lora, policy, worthw
     auto = run_sft(unsloth_trl, model_type, lora=lora, **fields)
     off = run_sft(unsloth_trl, model_type, lora=lora, compile_layers="off", **fields)
     assert compiled_layers(auto.trainer)[0].compiler.num_graphs > 0 and not compiled_layers(off.trainer)
-    assert "; compile_layers='auto' is on since step 3: " in told(auto.trainer, "compilation")
+    assert "; compile_layers='auto' is on since step 5: " in told(auto.trainer, "compilation")
     assert "compile_layers='off'" in caplog.text
     # a forward of a LoRA layer's own would be other code in each layer
     assert not any(isinstance(m.__dict__.get("forward"), PlainLoraForward) for m in auto.trainer.model.modules())
@@ -127,7 +128,7 @@ def test_compiling_within_a_run_changes_nothing(model_type, lora, policy, worthw
 
 
 def test_grpo_compiles_within_a_run(worthwhile):
-    fields = {"max_steps": 6, "gradient_checkpointing": True, "checkpoint_policy": "recompute"}
+    fields = {"max_steps": 8, "gradient_checkpointing": True, "checkpoint_policy": "recompute"}
     auto = run_ours(tiny_model("llama"), **fields)
     off = run_ours(tiny_model("llama"), compile_layers="off", **fields)
     assert compiled_layers(auto.trainer)[0].compiler.num_graphs > 0
@@ -142,14 +143,14 @@ def test_graphs_within_a_run_change_nothing(captures, worthwhile, monkeypatch):
     off = run_sft(unsloth_trl, "llama", lora=True, cuda_graphs="off", **fields)
     decoder = graphed(auto.trainer.model)
     assert captures.number >= 1 and decoder.replays >= 3
-    assert decoder.replays + decoder.others == auto.trainer.state.global_step - compiling.MEASURED_STEP
-    assert "; cuda_graphs='auto' is on since step 3: " in told(auto.trainer, "cuda_graphs")
+    assert decoder.replays + decoder.others == auto.trainer.state.global_step - DECIDED
+    assert "; cuda_graphs='auto' is on since step 5: " in told(auto.trainer, "cuda_graphs")
     assert_runs_close(auto, off, 2e-5)
 
 
 def test_a_device_that_waits_once_layers_are_compiled(captures, worthwhile, monkeypatch):
     """Graphs are decided on once more, by the time that a step takes then."""
-    steps = iter([StepTime(1.0, 0.4), StepTime(0.6, 0.0)])
+    steps = iter([StepTime(2.0, 0.0), StepTime(1.0, 0.4), StepTime(3.0, 0.0)] + [StepTime(0.6, 0.0)] * 3)
     real = AutoCompilation.on_step_end
 
     def measured(self, *args, **kwargs):
@@ -161,8 +162,8 @@ def test_a_device_that_waits_once_layers_are_compiled(captures, worthwhile, monk
     monkeypatch.setattr(compilation.LayerCompiler, "_compile_graph", lambda self, graph, inputs: graph)
     auto = run_sft(unsloth_trl, "llama", lora=True, **PACKED)
     off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", cuda_graphs="off", **PACKED)
-    assert "is on since step 3: 33 seconds" in told(auto.trainer, "compilation")
-    assert "is on since step 7: " in told(auto.trainer, "cuda_graphs")
+    assert "is on since step 5: 31 seconds" in told(auto.trainer, "compilation")
+    assert "is on since step 11: " in told(auto.trainer, "cuda_graphs")
     assert graphed(auto.trainer.model).replays >= 1
     assert_runs_close(auto, off, 2e-5)
 

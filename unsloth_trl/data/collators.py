@@ -14,8 +14,8 @@ IGNORE = -100
 
 
 STEP = 256  # tokens
-BOUNDARIES = 16
-LEAST_SEQLEN = 1024
+BOUNDARIES = 32  # a shape has at least as many, or a power of two
+LEAST_SEQLEN = 1024  # a shape's longest segment has this many tokens, or four times as many, and so on
 FULL = 0.98  # of a batch's tokens, from which on it is padded to all of them
 
 
@@ -30,6 +30,20 @@ def static_tokens(num_tokens: int, most: int, multiple: int) -> int:
     """
     target = most if FULL * most <= num_tokens <= most else -(-num_tokens // STEP) * STEP
     return -(-target // multiple) * multiple
+
+
+def static_seqlen(longest: int, most: int) -> int:
+    """
+    What the longest segment of a batch is rounded up to, so that there are few shapes.
+
+    Args:
+        longest (`int`): Its tokens.
+        most (`int`): Of a row.
+    """
+    rounded = LEAST_SEQLEN
+    while rounded < longest:
+        rounded *= 4
+    return max(longest, min(rounded, most))
 
 
 def label_positions(labels: torch.Tensor) -> torch.Tensor:
@@ -117,9 +131,9 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
         if self.static_length is not None and self.is_static:
             pad_to = static_tokens(num_tokens, len(examples) * self.static_length, multiple)
             longest = int(max(pad_to - num_tokens, *map(max, seq_lengths)))
-            static["max_seqlen_multiple"] = max(LEAST_SEQLEN, 1 << (longest - 1).bit_length())
+            static["max_seqlen_multiple"] = static_seqlen(longest, self.static_length)
             boundaries = sum(map(len, seq_lengths)) + 2
-            static["cu_seqlens_size"] = -(-boundaries // BOUNDARIES) * BOUNDARIES
+            static["cu_seqlens_size"] = max(BOUNDARIES, 1 << (boundaries - 1).bit_length())
         layout = PackedLayout.from_rows(seq_lengths, row_lengths, pad_to=pad_to, cached=self.cached, **static)
         layout.own_padding = pad_to - asked
         input_ids = np.full((1, pad_to), self.pad_token_id, dtype=np.int64)

@@ -20,8 +20,9 @@ from ..patches.registry import base_model, reapply
 logger = get_logger(__name__)
 
 # The first step compiles kernels and is what the checkpoint plan is measured on, the second is the first of the plan.
-MEASURED_STEP = 3
-SETTLED = 4  # steps after a change: the compilation, the plan's measurement, its change, and a plain one
+FIRST_MEASURED = 3
+MEASURED = 3  # steps, of which the fastest counts: kernels may be compiled in any of them
+SETTLED = 4  # the first one to measure after a change, behind its compilation and the plan's measurement and change
 # Of training left. A compilation takes up to a minute, and saves a tenth of the time or more.
 LEAST_TO_COMPILE = 600.0  # seconds
 LEAST_TO_CAPTURE = 60.0  # seconds; a graph is captured in one or two
@@ -57,7 +58,7 @@ class StepTime:
 
 class AutoCompilation(TrainerCallback):
     """
-    Decides what `"auto"` comes to, from one step that waits for the device.
+    Decides what `"auto"` comes to, from a few steps that wait for the device.
 
     Args:
         trainer: The trainer, of which no reference is kept that would hold it in memory.
@@ -76,7 +77,8 @@ class AutoCompilation(TrainerCallback):
         self.refusals = refusals
         self.on: set[str] = set()
         self.steps = 0
-        self._next: int | None = None  # step to measure
+        self._next: int | None = None  # first step to measure
+        self._times: list[StepTime] = []
         self._time: StepTime | None = None  # of the step that is measured now
         self._began = 0.0
         for name, reason in refusals.items():
@@ -103,20 +105,23 @@ class AutoCompilation(TrainerCallback):
             self._time.behind += done - launched
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.steps, self._time = 0, None
-        self._next = MEASURED_STEP if self.undecided else None
+        self.steps, self._time, self._times = 0, None, []
+        self._next = FIRST_MEASURED if self.undecided else None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.steps + 1 == self._next:
+        if self._next is not None and self.steps + 1 >= self._next:
             self._time = StepTime()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps += 1
-        measured, self._time = self._time, None
+        if self._time is not None:
+            self._times.append(self._time)
+            self._time = None
         trainer = self.trainer()
-        if measured is None or trainer is None:
+        if len(self._times) < MEASURED or trainer is None:
             return
-        self._next = None
+        measured = min(self._times, key=lambda time: time.seconds)
+        self._next, self._times = None, []
         if trainer.patch_report.removed:
             return
         left = measured.seconds * (state.max_steps - state.global_step)
