@@ -1,9 +1,11 @@
 """`unsloth-trl merge` and `export-gguf`: from an adapter's folder to weights that others run."""
 
 import json
+import resource
 import shutil
 
 import gguf
+import huggingface_hub
 import pytest
 import torch
 from peft import get_peft_model
@@ -216,10 +218,26 @@ def test_b62_a_folder_with_two_kinds_is_refused(folders, merged, tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
+def test_a_disk_that_is_full_while_merging(folders, tmp_path, capsys):
+    """`check_disk` has found room, and another program takes it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        error = error_of(["merge", str(folders[0] / "adapter"), str(tmp_path / "out")], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in error and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["merge", "./nowhere", "OUT"], "./nowhere: there is no such folder"),
+        (
+            ["merge", "nowhere", "OUT"],
+            "nowhere is no folder here, and no adapter of that name can be had from the Hub",
+        ),
+        (["export-gguf", "nowhere", "OUT"], "nowhere is no folder here with a model, and from the Hub: "),
         (["merge", "BASE", "OUT"], "has no adapter_config.json, so there is nothing to merge"),
         (["merge", "RUN", "OUT"], "so there is nothing to merge; it has checkpoints: pass "),
         (["merge", "ADAPTER", "BASE"], "BASE"),
@@ -228,7 +246,8 @@ def test_b62_a_folder_with_two_kinds_is_refused(folders, merged, tmp_path, capsy
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_one_line(arguments, message, folders, tmp_path, capsys):
+def test_what_is_wrong_is_one_line(arguments, message, folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     folder, _ = folders
     here = {"BASE": str(folder / "base"), "ADAPTER": str(folder / "adapter"), "OUT": str(tmp_path / "out")}
     here["RUN"] = str(tmp_path / "run")

@@ -3,10 +3,13 @@
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -22,6 +25,7 @@ from unsloth_trl import cli
 
 ROOT = Path(__file__).parents[1]
 REWARDS = """
+three = 3
 def by_length(completion_ids, **kwargs):
     return [float(len(ids)) + sum(ids) % 7 for ids in completion_ids]
 """
@@ -64,12 +68,18 @@ def files(tmp_path_factory):
     (folder / "empty.jsonl").touch()
     (folder / "header.csv").write_text("text\n")
     write_lines(folder / "questions.json", [{"question": "w9", "answer": "w10"}])
+    (folder / "broken.jsonl").write_text('{"prompt": "w9", "completion": "w10"}\n{"prompt": \n')
+    write_lines(folder / "numbers.jsonl", [{"prompt": "w9", "completion": 10}])
+    write_lines(folder / "kinds.jsonl", [{"prompt": "w9", "completion": "w10"}, {"prompt": ["w9"], "completion": 1}])
+    (folder / "no_model").mkdir()
     (folder / "tiny_rewards_of_test_cli.py").write_text(REWARDS)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def importable(files, monkeypatch):
+    for config in (huggingface_hub.constants, datasets.config):  # read when they were imported
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
     # the command line puts the working directory in front, as TRL does
     monkeypatch.setattr(sys, "path", [str(files), *sys.path])
 
@@ -221,6 +231,30 @@ def test_qlora_of_a_mixture_has_its_experts_in_4_bits(tmp_path, files):
         ("sft", {"dataset_name": "nowhere.jsonl"}, [], "nowhere.jsonl: there is no such file or folder"),
         ("sft", {"dataset_name": "FILES/empty.jsonl"}, [], "empty.jsonl: no rows in it (the file is empty)"),
         ("sft", {"dataset_name": "FILES/header.csv"}, [], "header.csv: no rows in it ("),
+        ("sft", {"dataset_name": "FILES/broken.jsonl"}, [], "broken.jsonl cannot be read: JSON parse error"),
+        (
+            "sft",
+            {"dataset_name": "FILES/numbers.jsonl"},
+            [],
+            "the column 'completion' of the dataset is int64; it has",
+        ),
+        (
+            "sft",
+            {"dataset_name": "FILES/kinds.jsonl"},
+            [],
+            "'prompt' of the dataset has rows of the kinds list, str; it",
+        ),
+        ("sft", {"dataset_name": "nowhere"}, [], "--dataset_name nowhere: there is no such file or folder here, and"),
+        (
+            "sft",
+            {"model_name_or_path": "nowhere"},
+            [],
+            "--model_name_or_path nowhere: there is no such folder here, an",
+        ),
+        ("sft", {"model_name_or_path": "FILES/no_model"}, [], "no_model: in that folder: "),
+        ("sft", {"output_dir": "FILES/header.csv"}, [], "header.csv is a file; name another folder"),
+        ("sft", {"output_dir": "FILES/header.csv/out"}, [], "header.csv is a file; name another folder"),
+        ("sft", {}, ["--config", "FILES/no_model"], "no_model is a folder: pass a YAML file"),
         ("sft", {"dataset_train_split": "trian"}, [], "the dataset has no split 'trian', but 'train', 'test': set --"),
         (
             "sft",
@@ -244,7 +278,13 @@ def test_qlora_of_a_mixture_has_its_experts_in_4_bits(tmp_path, files):
             "grpo",
             {"reward_funcs": ["tiny_rewards_of_test_cli.by_lenght"], "dataset_name": "FILES/prompts.jsonl"},
             [],
-            "--reward_funcs tiny_rewards_of_test_cli.by_lenght: module 'tiny_rewards_of_test_cli' has no attribute",
+            "has no attribute 'by_lenght'; did you mean tiny_rewards_of_test_cli.by_length?",
+        ),
+        (
+            "grpo",
+            {"reward_funcs": ["tiny_rewards_of_test_cli.three"], "dataset_name": "FILES/prompts.jsonl"},
+            [],
+            "--reward_funcs tiny_rewards_of_test_cli.three is 3, not a function",
         ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -254,12 +294,53 @@ def test_what_is_wrong_is_one_line_and_exit_status_2(command, fields, arguments,
         key: value.replace("FILES", str(files)) if isinstance(value, str) else value for key, value in fields.items()
     }
     here |= {"num_generations": 2} if command == "grpo" else {}
+    arguments = [argument.replace("FILES", str(files)) for argument in arguments]
     recipe = [] if "--config" in arguments else write_recipe(tmp_path, files, **here)
     capfd.readouterr()
     assert cli.main([command, *recipe, *arguments]) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("unsloth-trl")]
     assert len(errors) == 1 and errors[0].startswith(f"unsloth-trl {command}: error: ") and message in errors[0]
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.fixture
+def full_disk():
+    """No file can be larger than some bytes: the kernel refuses, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_at_the_end(files, tmp_path, capsys, full_disk):
+    recipe = write_recipe(tmp_path, files, use_peft=False, save_strategy="no", max_steps=1)
+    capsys.readouterr()
+    full_disk(20_000)
+    assert cli.main(["sft", *recipe]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"unsloth-trl sft: error: the model could not be saved in {tmp_path / 'out'}: " in error
+    assert "GiB are free there now). It is still in memory: make room, or name a folder on another disk" in error
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_folder_that_cannot_be_written(files, tmp_path):
+    """In a process of its own, which gives up root's privilege."""
+    recipe = write_recipe(tmp_path, files, output_dir=str(tmp_path / "locked" / "out"))
+    (tmp_path / "locked").mkdir(mode=0o555)
+    code = (
+        "import sys; from tests.packaging.cache_runs import drop_capabilities; drop_capabilities();"
+        "from unsloth_trl.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "sft", *recipe],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    locked = tmp_path / "locked"
+    assert f"--output_dir {locked / 'out'}: {locked} cannot be written; name another folder" in done.stderr
 
 
 def test_a_recipe_that_is_not_yaml(tmp_path, capsys):

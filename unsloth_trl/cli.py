@@ -152,7 +152,13 @@ def _add_estimate(commands: argparse._SubParsersAction) -> None:
     policies = ["auto", "keep", "recompute", "offload"]
     add("--policy", choices=policies, default="auto", help="checkpoint_policy (default: auto)")
     add("--optim", choices=["adamw", "adamw_8bit"], default="adamw", help="optimizer (default: adamw)")
-    add("--staging_buffers", type=int, choices=[1, 2, 3], default=2, help="offloaded inputs on the device at once")
+    add(
+        "--staging_buffers",
+        type=int,
+        choices=[1, 2, 3],
+        default=2,
+        help="offloaded inputs on the device at once (default: 2)",
+    )
     add("--max_pinned_gb", type=float, metavar="GIB", help="host memory that may be page-locked (default: half)")
     estimate.set_defaults(run=_estimate)
 
@@ -191,9 +197,12 @@ def _is_users(error: Exception) -> bool:
     """Whether a line says enough. Anything else is a fault of the program, whose traceback a bug report needs."""
     if isinstance(error, (ValueError, OSError, ImportError)):
         return True
-    # torch is there if it was raised by it
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    # a library is there if it raised the error
+    torch, safetensors = sys.modules.get("torch"), sys.modules.get("safetensors")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # what reads and writes weights has a class of its own for what the disk says
+    return safetensors is not None and isinstance(error, safetensors.SafetensorError)
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -21,6 +21,10 @@ def run_merge(options: argparse.Namespace) -> int:
 
     adapter = _adapter(options.model)
     if adapter is None:
+        if not Path(options.model).is_dir():
+            raise CommandError(
+                f"{options.model} is no folder here, and no adapter of that name can be had from the Hub"
+            )
         found = sorted(path.name for path in Path(options.model).glob("checkpoint-*"))
         hint = f"; it has checkpoints: pass {Path(options.model) / found[-1]}, for one" if found else ""
         raise CommandError(f"{options.model} has no adapter_config.json, so there is nothing to merge{hint}")
@@ -103,11 +107,12 @@ def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any,
     try:
         config = AutoConfig.from_pretrained(source.name, trust_remote_code=own_code, **source.kwargs)
     except OSError as error:
+        first = str(error).splitlines()[0]
         if adapter is None:
-            raise
+            raise CommandError(f"{whole} is no folder here with a model, and from the Hub: {first}") from error
         raise CommandError(
             f"the base model of {options.model} is {whole}, which is neither a folder here nor can be had from the "
-            f"Hub: pass --base ({str(error).splitlines()[0]})"
+            f"Hub: pass --base ({first})"
         ) from error
     adapter_source = None if adapter is None else find_source(options.model)
     state = {} if adapter is None else read_base_state(adapter_source.file(BASE_STATE))

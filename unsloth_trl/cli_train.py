@@ -7,34 +7,31 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from accelerate.logging import get_logger
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from transformers import AutoConfig, AutoProcessor
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
     TrlParser,
-    get_dataset,
     get_peft_config,
     get_quantization_config,
 )
 from trl.scripts.grpo import GRPOScriptArguments
 
 from .cli import CommandError
+from .cli_data import check_columns, dataset_names, first_line, load_data, take_split
 from .config import GRPOConfig, SFTConfig
 from .hub.card import is_local
 
 
 logger = get_logger(__name__)
-
-# builders of `datasets` for a single file, by its ending
-_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 @dataclasses.dataclass
@@ -76,26 +73,30 @@ def run(command: str, arguments: Sequence[str], debug: bool) -> int:
     if launch_options:
         logger.warning(f"This process was launched already, without {' '.join(launch_options)} of the recipe.")
     _check(command, parsed)
-    dataset = _load_data(parsed.script, parsed.mixture)
-    train_dataset = _split(dataset, parsed.script.dataset_train_split, "dataset_train_split")
+    dataset = load_data(parsed.script, parsed.mixture)
+    train_dataset = take_split(dataset, parsed.script.dataset_train_split, "dataset_train_split")
     evaluates = parsed.training.eval_strategy != "no"
-    eval_dataset = _split(dataset, parsed.script.dataset_test_split, "dataset_test_split") if evaluates else None
+    eval_dataset = take_split(dataset, parsed.script.dataset_test_split, "dataset_test_split") if evaluates else None
     for rows in (train_dataset, eval_dataset):
         if rows is not None:
-            _check_columns(command, rows, parsed)
+            check_columns(command, rows, getattr(parsed.training, "dataset_text_field", None))
     trainer = _make_trainer(command, parsed, train_dataset, eval_dataset)
     trainer.accelerator.print(trainer.patch_report)
     trainer.train(resume_from_checkpoint=_checkpoint(parsed.training))
     output = parsed.training.output_dir
     if parsed.training.push_to_hub:
         try:
-            trainer.push_to_hub(dataset_name=_dataset_names(parsed))
+            trainer.push_to_hub(dataset_name=dataset_names(parsed.script, parsed.mixture))
         except OSError as error:
             raise CommandError(f"the model is saved in {output}, but was not pushed: {error}") from error
         trainer.accelerator.print(f"saved to {output} and pushed to {trainer.hub_model_id}")
     else:
         trainer.save_model(output)
         trainer.accelerator.print(f"saved to {output}")
+    if parsed.training.world_size > 1:
+        # threads of the process group let go of what they gathered, for which they need Python: the group, which goes
+        # with the trainer, waits for them and lets no one have it
+        time.sleep(0.1)
     if hasattr(trainer, "end"):  # transformers 5.18
         trainer.end()
     return 0
@@ -127,6 +128,8 @@ def _parse(parser: TrlParser, arguments: list[str]) -> tuple[_Parsed, list[str],
         if place == len(arguments):
             raise CommandError("--config needs the name of a YAML file")
         recipe = arguments[place]
+        if Path(recipe).is_dir():
+            raise CommandError(f"--config {recipe} is a folder: pass a YAML file")
     try:
         *made, of_recipe, of_line = parser.parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
@@ -229,6 +232,7 @@ def _check(command: str, parsed: _Parsed) -> None:
         model.model_name_or_path = str(Path(model.model_name_or_path).expanduser())
     if is_local(model.model_name_or_path) and not Path(model.model_name_or_path).exists():
         raise CommandError(f"--model_name_or_path {model.model_name_or_path}: there is no such folder")
+    _check_output(parsed.training.output_dir)
     folder = Path(model.model_name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise CommandError(
@@ -244,6 +248,28 @@ def _check(command: str, parsed: _Parsed) -> None:
             "--reward_model_name_or_path"
         )
     _checkpoint(parsed.training)
+    try:  # the config alone, before any data is looked at
+        AutoConfig.from_pretrained(
+            model.model_name_or_path,
+            revision=model.model_revision,
+            trust_remote_code=parsed.training.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        where = "in that folder" if folder.is_dir() else "there is no such folder here, and from the Hub"
+        raise CommandError(
+            f"--model_name_or_path {model.model_name_or_path}: {where}: {first_line(error)}; pass a folder with a "
+            "model or a name on the Hub"
+        ) from error
+
+
+def _check_output(output: str) -> None:
+    """Say that nothing can be written before anything is loaded, and not after."""
+    folder = Path(output).absolute()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not place.is_dir():
+        raise CommandError(f"--output_dir {output}: {place} is a file; name another folder")
+    if not os.access(place, os.W_OK):
+        raise CommandError(f"--output_dir {output}: {place} cannot be written; name another folder")
 
 
 def _checkpoint(args: Any) -> str | bool | None:
@@ -259,67 +285,6 @@ def _checkpoint(args: Any) -> str | bool | None:
             "in --output_dir"
         )
     return value
-
-
-def _load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
-    """Train and test rows: a mixture as TRL makes it, a dataset of the Hub, or files and folders of this machine."""
-    name = script.dataset_name
-    if mixture.datasets:
-        if name:
-            logger.warning(f"`datasets` of the recipe are used, and dataset_name={name!r} is not.")
-        return get_dataset(mixture)
-    if not name:
-        raise CommandError("pass --dataset_name (a name on the Hub, a folder or a file), or `datasets` in the recipe")
-    path = Path(name).expanduser()
-    if (is_local(name) or path.suffix.lower() in _BUILDERS) and not path.exists():
-        raise CommandError(f"--dataset_name {name}: there is no such file or folder")
-    if path.is_file():
-        builder = _BUILDERS.get(path.suffix.lower())
-        if builder is None:
-            raise CommandError(f"--dataset_name {name}: the ending is none of {', '.join(_BUILDERS)}")
-        try:
-            return load_dataset(builder, data_files=str(path), streaming=script.dataset_streaming)
-        except (StopIteration, ValueError) as error:  # what datasets makes of files with nothing in them
-            raise CommandError(
-                f"--dataset_name {name}: no rows in it ({str(error) or 'the file is empty'})"
-            ) from error
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        loaded = load_from_disk(str(path))
-        return DatasetDict({script.dataset_train_split: loaded}) if isinstance(loaded, Dataset) else loaded
-    source = str(path) if path.is_dir() else name
-    return load_dataset(source, name=script.dataset_config, streaming=script.dataset_streaming)
-
-
-def _split(dataset: Any, split: str, field: str) -> Dataset | IterableDataset:
-    if split not in dataset:
-        raise CommandError(f"the dataset has no split {split!r}, but {', '.join(map(repr, dataset))}: set --{field}")
-    return dataset[split]
-
-
-def _check_columns(command: str, rows: Dataset | IterableDataset, parsed: _Parsed) -> None:
-    """Say which columns a trainer can start from, if it finds none of them."""
-    names = rows.column_names
-    if names is None:  # streamed, and not known before the first row
-        return
-    if command == "grpo":
-        if "prompt" not in names:
-            raise CommandError(f"the dataset has the columns {', '.join(names)}; grpo needs 'prompt': rename yours")
-        return
-    text = parsed.training.dataset_text_field
-    starts = ({text}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"})
-    if not any(start <= set(names) for start in starts):
-        raise CommandError(
-            f"the dataset has the columns {', '.join(names)}; sft needs 'messages', 'prompt' and 'completion', or "
-            f"'{text}', whose name is set by --dataset_text_field"
-        )
-
-
-def _dataset_names(parsed: _Parsed) -> str | list[str] | None:
-    """What the model card names as data: datasets of the Hub, or else the name of a file or folder."""
-    if parsed.mixture.datasets:
-        paths = [entry.path for entry in parsed.mixture.datasets]
-        return [path for path in paths if not Path(path).exists() and path not in _BUILDERS.values()] or None
-    return parsed.script.dataset_name
 
 
 def _make_trainer(command: str, parsed: _Parsed, train_dataset, eval_dataset):
@@ -394,7 +359,15 @@ def _reward_functions(script: GRPOScriptArguments) -> list[Any]:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as TRL does: the module is where the command is run
         try:
-            made.append(getattr(importlib.import_module(module), function))
-        except (ImportError, AttributeError) as error:
+            found = importlib.import_module(module)
+        except ImportError as error:
             raise CommandError(f"--reward_funcs {name}: {error}") from error
+        if not hasattr(found, function):
+            functions = [known for known, value in vars(found).items() if callable(value)]
+            close = difflib.get_close_matches(function, functions, n=1, cutoff=0.6)
+            hint = f"; did you mean {module}.{close[0]}?" if close else ""
+            raise CommandError(f"--reward_funcs {name}: module {module!r} has no attribute {function!r}{hint}")
+        if not callable(getattr(found, function)):
+            raise CommandError(f"--reward_funcs {name} is {getattr(found, function)!r}, not a function")
+        made.append(getattr(found, function))
     return made

@@ -74,6 +74,7 @@ OF_PARTS = {
     (Saving, "_save_checkpoint"): ["self", "model", "trial"],
     (Saving, "_get_output_dir"): ["self", "trial"],
     (Saving, "_push_from_checkpoint"): ["self", "checkpoint_folder"],
+    (Saving, "save_model"): ["self", "output_dir", "_internal_call"],
     (Saving, "train"): ["self", "resume_from_checkpoint"],
 }
 # Attributes without a public name that the sources read.

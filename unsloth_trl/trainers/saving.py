@@ -160,6 +160,21 @@ class Saving(Resuming):
                 use_mtime=True,
             )
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in the Trainer; an error of the disk says that the model is still there to be saved elsewhere."""
+        try:
+            super().save_model(output_dir, _internal_call)
+        except Exception as error:
+            if self._aside or not _is_of_the_disk(error):
+                raise
+            folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+            last = last_complete(Path(self.args.output_dir))
+            kept = f"; {last} is the last good checkpoint" if last is not None else ""
+            raise OSError(
+                f"the model could not be saved in {folder}: {_reason(error, folder)}{kept}. It is still in memory: "
+                "make room, or name a folder on another disk, and call save_model again."
+            ) from error
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._aside:
             self._push_is_due = True
@@ -186,15 +201,20 @@ class Saving(Resuming):
         last = last_complete(folder)
         kept = f"{last} is the last good one" if last is not None else "there is no earlier one"
         again = " and resume with resume_from_checkpoint=True" if last is not None else ""
-        free = shutil.disk_usage(folder).free / 2**30
         raise OSError(
-            f"{folder / name} could not be saved: {str(error).strip().splitlines()[0]} ({free:.1f} GiB are free there "
-            f"now); {kept}. Make room{again}; a lower save_total_limit, or save_only_model=True, needs less."
+            f"{folder / name} could not be saved: {_reason(error, folder)}; {kept}. Make room{again}; a lower "
+            "save_total_limit, or save_only_model=True, needs less."
         ) from error
 
     def _where_it_is_saved(self) -> str | None:
         checkpoint = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         return str(checkpoint) if is_complete(checkpoint) else None
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free / 2**30
+    return f"{str(error).strip().splitlines()[0]} ({free:.1f} GiB are free there now)"
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
