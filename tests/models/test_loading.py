@@ -73,10 +73,11 @@ def test_quantised_on_a_cpu_is_what_bitsandbytes_does(llama, bits):
     pytest.importorskip("bitsandbytes", reason="the test extra has it")
     with pytest.warns(
         UserWarning, match=f"load_in_{bits}bit=True on a CPU: .*right.*slow; set load_in_{bits}bit=False"
-    ):
+    ) as found:
         model, _ = FastLanguageModel.from_pretrained(
             llama, max_seq_length=64, load_in_4bit=bits == 4, load_in_8bit=bits == 8
         )
+    assert [w.filename for w in found if "on a CPU" in str(w.message)] == [__file__]
     if bits == 4:  # before a forward on the CPU, which unpacks the scales
         assert model.model.layers[0].self_attn.q_proj.weight.quant_state.nested
         assert model.model.layers[0].self_attn.q_proj.compute_dtype == torch.float32
@@ -187,8 +188,9 @@ def test_a_quantised_checkpoint_stays_as_it_is(llama, tmp_path):
     with pytest.warns(UserWarning, match="is saved in 4 bits and is loaded so; load_in_4bit=False would need"):
         again, _ = FastLanguageModel.from_pretrained(str(tmp_path), **DENSE)
     assert torch.equal(logits(again), logits(model))
-    with pytest.warns(UserWarning, match="is saved in 4 bits and is loaded so; load_in_8bit=True would need"):
+    with pytest.warns(UserWarning, match="is saved in 4 bits and is loaded so; load_in_8bit=True would need") as found:
         FastLanguageModel.from_pretrained(str(tmp_path), load_in_8bit=True, **DENSE)
+    assert [w.filename for w in found if "is saved in 4 bits" in str(w.message)] == [__file__]
 
 
 def test_without_bitsandbytes(llama, monkeypatch):

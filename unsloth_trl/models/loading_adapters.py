@@ -132,7 +132,7 @@ def with_adapter(
     fit_to_adapter(model, base_tokenizer, tokenizer if own else None, rows, highest, source.name)
     if adapter.is_prompt_learning:
         kind = adapter.peft_type.value
-        warnings.warn(f"{source.name} is a {kind}, which PEFT loads for inference only", stacklevel=3)
+        warnings.warn(f"{source.name} is a {kind}, which PEFT loads for inference only", stacklevel=4)
     trainable = not adapter.is_prompt_learning
     wrapped = PeftModel.from_pretrained(model, source.name, is_trainable=trainable, **source.hub)
     match_dtypes(wrapped)

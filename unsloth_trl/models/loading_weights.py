@@ -188,7 +188,7 @@ def _bits_and_bytes(loading: Loading) -> BitsAndBytesConfig:
             f"load_in_{loading.bits}bit=True on a CPU: bitsandbytes keeps the weights in {loading.bits} bits and "
             "dequantises each one whenever it is used. The results are right and memory is saved, but it is slow; "
             f"set load_in_{loading.bits}bit=False if the weights fit in {torch.finfo(loading.dtype).bits} bits",
-            stacklevel=5,
+            stacklevel=6,
         )
     if loading.bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -230,13 +230,13 @@ def _prequantised(source: Source, config: PreTrainedConfig, loading: Loading, sa
             asked = f"load_in_{loading.bits}bit=True" if loading.bits < 16 else "load_in_4bit=False"
             warnings.warn(
                 f"{source.name} is saved in {bits} bits and is loaded so; {asked} would need its original weights",
-                stacklevel=5,
+                stacklevel=6,
             )
     elif loading.bits < 16:
         warnings.warn(
             f"{source.name} is quantised already ({method}) and is loaded so: load_in_{loading.bits}bit=True has no "
             "effect on it",
-            stacklevel=5,
+            stacklevel=6,
         )
     arguments = _arguments(source, config, loading)
     if method == METHOD:
@@ -248,7 +248,7 @@ def _prequantised(source: Source, config: PreTrainedConfig, loading: Loading, sa
         warnings.warn(
             f"{source.name} has the experts of {len(left)} layers in 16 bits, which is how {method} saves them. "
             "unsloth_trl.load_in_4bit on the original weights quantises them too",
-            stacklevel=5,
+            stacklevel=6,
         )
     return model
 
@@ -301,7 +301,7 @@ def _from_gguf(source: Source, config: PreTrainedConfig, loading: Loading) -> Pr
     warnings.warn(
         f"{source.label}: its weights are dequantised and then quantised to {loading.bits} bits, which rounds them a "
         f"second time; load_in_{loading.bits}bit=False trains them as they are in the file",
-        stacklevel=5,
+        stacklevel=6,
     )
     with tempfile.TemporaryDirectory(prefix="unsloth_trl-gguf-") as folder:
         model.save_pretrained(folder)

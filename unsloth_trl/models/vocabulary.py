@@ -216,6 +216,6 @@ def fit_to_adapter(
         warnings.warn(
             f"the adapter {name} has {needed} rows of embeddings and its base {rows}: the rows above are cut off, as "
             "they were when it was trained",
-            stacklevel=4,
+            stacklevel=5,
         )
     resize(model, needed)
