@@ -28,7 +28,8 @@ class PatchConfig:
             Compute boundaries and labelled positions once per batch on the CPU. `False` derives them in every layer,
             as without this package: for ablations.
         lean_lora (`bool`, *optional*, defaults to `True`):
-            Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass.
+            Plain LoRA layers leave out input casts that autocast undoes, and scale and add in one pass; in compiled
+            layers one op adds both products into one output, and both gradients of the input into one.
         frozen_head (`bool`, *optional*, defaults to `True`):
             The gradient of a head that is not trained is worked out in the forward, while the logits are there, so
             that the backward needs no logits. `False`, or an entropy in the loss, leaves such a head to TRL's kernel.

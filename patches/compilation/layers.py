@@ -25,6 +25,7 @@ from ..checkpointing.policy import Plan
 from ..checkpointing.settings import tile_of
 from ..checkpointing.tiles import TileSwitch
 from ..kernels import has_triton
+from ..lora.graph import fuse_lora
 from ..owner import OwnForward
 
 
@@ -55,14 +56,17 @@ class LayerCompiler:
         plan (`Plan`, *optional*): The checkpoint plan; rows that it cuts into tiles are not compiled.
         tiles (`TileSwitch`, *optional*): The tiled forwards within the layers.
         windows (`bool`): Whether some layers have a sliding window.
+        fuses_lora (`bool`, *optional*, defaults to `True`): See `fuse_lora`.
 
     Attributes:
         num_graphs (`int`): Graphs that have been compiled.
         failure (`str` or `None`): Why nothing is compiled any more.
     """
 
-    def __init__(self, backend: str, plan: Plan | None, tiles: TileSwitch | None, windows: bool):
-        self.backend, self.tiles, self.windows = backend, tiles, windows
+    def __init__(
+        self, backend: str, plan: Plan | None, tiles: TileSwitch | None, windows: bool, fuses_lora: bool = True
+    ):
+        self.backend, self.tiles, self.windows, self.fuses_lora = backend, tiles, windows, fuses_lora
         self._plan = None if plan is None else weakref.ref(plan)
         self.num_graphs = 0
         self.failure: str | None = None
@@ -88,6 +92,8 @@ class LayerCompiler:
 
     def _compile_graph(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable:
         self.num_graphs += 1
+        if self.fuses_lora:
+            fuse_lora(graph)
         return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **kwargs)
 
     def wants(self, hidden: Any, kwargs: dict[str, Any]) -> bool:

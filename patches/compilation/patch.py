@@ -52,7 +52,7 @@ def apply(model: PreTrainedModel, config: PatchConfig, backend: str = "inductor"
     tiles = TileSwitch(
         [module for module in _decoder_modules(model) if isinstance(module.__dict__.get("forward"), TiledForward)]
     )
-    compiler = LayerCompiler(backend, plan, tiles, has_windows(model))
+    compiler = LayerCompiler(backend, plan, tiles, has_windows(model), config.lean_lora)
     # what is there already (another package's hook, a device map's) is called with the layer, not compiled with it
     taken = [layer for layer in layers if "forward" in layer.__dict__]
     layers = [layer for layer in layers if "forward" not in layer.__dict__]

@@ -16,7 +16,7 @@ import unsloth_trl
 from tests.numerics import assert_logs_close, assert_runs_close, make_trainer, masked_rows, run_sft
 from tests.tiny import tiny_model
 from tests.trainers.graph_replay import batch, graphed, hidden, patched, replayed  # noqa: F401 (replayed: a fixture)
-from unsloth_trl.data.collators import BOUNDARIES, PackedDataCollator, static_seqlen, static_tokens
+from unsloth_trl.data.collators import PackedDataCollator, static_seqlen, static_tokens
 from unsloth_trl.patches.attention import patch as attention
 from unsloth_trl.patches.compilation import graphs
 from unsloth_trl.patches.compilation import patch as compilation
@@ -76,7 +76,7 @@ def test_batches_have_few_shapes():
     layouts = [collator([example])["packed_layout"] for example in examples]
     assert [layout.num_tokens for layout in layouts] == [512, 512, 512, 512, 256]
     assert [layout.num_padding for layout in layouts] == [4, 2, 0, 112, 126]
-    assert {layout.cu_seqlens.shape[0] for layout in layouts} == {BOUNDARIES}
+    assert {layout.cu_seqlens.shape[0] for layout in layouts} == {4}
     assert {layout.max_seqlen for layout in layouts} == {512}  # no segment is longer than a row
     assert [static_seqlen(n, 6000) for n in (3, 1024, 1025, 4097, 7000)] == [1024, 1024, 4096, 6000, 7000]
     assert [layout.own_padding for layout in layouts] == [4, 2, 0, 112, 126]

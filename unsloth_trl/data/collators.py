@@ -14,9 +14,9 @@ IGNORE = -100
 
 
 STEP = 256  # tokens
-BOUNDARIES = 32  # a shape has at least as many, or a power of two
+TOKENS_PER_BOUNDARY = 256  # a shape has room for segments that are as short on average, or twice, four times as many
 LEAST_SEQLEN = 1024  # a shape's longest segment has this many tokens, or four times as many, and so on
-FULL = 0.98  # of a batch's tokens, from which on it is padded to all of them
+FULL = 0.96  # of a batch's tokens, from which on it is padded to all of them
 
 
 def static_tokens(num_tokens: int, most: int, multiple: int) -> int:
@@ -133,7 +133,8 @@ class PackedDataCollator(DataCollatorForLanguageModeling):
             longest = int(max(pad_to - num_tokens, *map(max, seq_lengths)))
             static["max_seqlen_multiple"] = static_seqlen(longest, self.static_length)
             boundaries = sum(map(len, seq_lengths)) + 2
-            static["cu_seqlens_size"] = max(BOUNDARIES, 1 << (boundaries - 1).bit_length())
+            room = max(boundaries, pad_to // TOKENS_PER_BOUNDARY + 2)
+            static["cu_seqlens_size"] = 1 << (room - 1).bit_length()
         layout = PackedLayout.from_rows(seq_lengths, row_lengths, pad_to=pad_to, cached=self.cached, **static)
         layout.own_padding = pad_to - asked
         input_ids = np.full((1, pad_to), self.pad_token_id, dtype=np.int64)

@@ -1,0 +1,87 @@
+"""A linear layer and its LoRA as one op of a compiled graph: both products into one output, and one gradient of x.
+
+Written apart, each product has an output of its own that waits for the addition: in the backward of a gated MLP that
+is three tensors of tokens x intermediate size more than the sums need.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+@torch.library.custom_op("unsloth_trl::lora_linear", mutates_args=())
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    x_A: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """
+    `x @ weight.T + bias + scaling * x @ lora_A.T @ lora_B.T`, all of one floating dtype.
+
+    Args:
+        x (`torch.Tensor` of shape `(..., in_features)`): Input.
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): Of the base layer; it gets no gradient.
+        bias (`torch.Tensor` of shape `(out_features,)`, *optional*): Of the base layer; it gets no gradient.
+        lora_A (`torch.Tensor` of shape `(r, in_features)`): Gets its gradient here, though only `x_A` is read.
+        lora_B (`torch.Tensor` of shape `(out_features, r)`): The other factor.
+        x_A (`torch.Tensor` of shape `(..., r)`): `x @ lora_A.T`, without a gradient. It comes from outside, so that a
+            graph that needs it for the backward does not need this op again.
+        scaling (`float`): Of the adapter.
+
+    Returns:
+        `torch.Tensor` of shape `(..., out_features)`.
+    """
+    out = F.linear(x, weight, bias)
+    out.view(-1, out.shape[-1]).addmm_(x_A.reshape(-1, x_A.shape[-1]), lora_B.t(), alpha=scaling)
+    return out
+
+
+@lora_linear.register_fake
+def _(x, weight, bias, lora_A, lora_B, x_A, scaling):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("unsloth_trl::lora_linear_backward", mutates_args=())
+def lora_linear_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    x_A: torch.Tensor,
+    scaling: float,
+    needs_x: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `x` (without rows unless `needs_x`), `lora_A` and `lora_B`; arguments as in `lora_linear`."""
+    flat, rows, thin = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, x, x_A))
+    thin_grad = torch.mm(flat, lora_B).mul_(scaling)
+    grad_A = torch.mm(thin_grad.t(), rows)
+    grad_B = torch.mm(flat.t(), thin).mul_(scaling)
+    if not needs_x:
+        return x.new_empty(0), grad_A, grad_B
+    grad_x = torch.mm(flat, weight).addmm_(thin_grad, lora_A)
+    return grad_x.view(x.shape), grad_A, grad_B
+
+
+@lora_linear_backward.register_fake
+def _(grad, x, weight, lora_A, lora_B, x_A, scaling, needs_x):
+    grad_x = x.new_empty(x.shape) if needs_x else x.new_empty(0)
+    return grad_x, lora_A.new_empty(lora_A.shape), lora_B.new_empty(lora_B.shape)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _, lora_A, lora_B, x_A, scaling = inputs
+    ctx.save_for_backward(x, weight, lora_A, lora_B, x_A)
+    ctx.scaling = scaling
+
+
+def _backward(ctx, grad):
+    needs_x = ctx.needs_input_grad[0]
+    grads = torch.ops.unsloth_trl.lora_linear_backward(grad, *ctx.saved_tensors, ctx.scaling, needs_x)
+    return grads[0] if needs_x else None, None, None, grads[1], grads[2], None, None
+
+
+lora_linear.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,160 @@
+"""A linear layer and its LoRA as one op of a compiled graph: the same numbers, and only where nothing else is meant."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from tests.numerics import relative_error
+from unsloth_trl.patches.lora.graph import fuse_lora
+from unsloth_trl.patches.lora.op import lora_linear
+
+
+class Gated(nn.Module):
+    """Three linear layers as in an MLP, one of them with a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(12, 20, bias=False)
+        self.up = nn.Linear(12, 20)
+        self.down = nn.Linear(20, 12, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def with_lora(dtype, **config):
+    torch.manual_seed(0)
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["gate", "up", "down"]} | config
+    model = get_peft_model(Gated().to(dtype), LoraConfig(**config))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def compiled(model):
+    """The model as graphs that are traced, rewritten and run as they are, and how many layers each had."""
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, inputs):
+        found.append(fuse_lora(graph))
+        graph.graph.lint()
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return torch.compile(model, backend=backend), found
+
+
+def run(model, x, autocast=False):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(x)
+    out.float().square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "x": x.grad} | grads
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("scaling", [1.0, 1.5])
+def test_the_op(scaling):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (2, 5, 12), "weight": (8, 12), "bias": (8,), "lora_A": (3, 12), "lora_B": (8, 3)}
+    given = {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
+    trained = [given[name].requires_grad_() for name in ("x", "lora_A", "lora_B")]
+    thin = (given["x"] @ given["lora_A"].t()).detach()
+    out = lora_linear(*given.values(), thin, scaling)
+    expected = torch.nn.functional.linear(given["x"], given["weight"], given["bias"])
+    expected = expected + given["x"] @ given["lora_A"].t() @ given["lora_B"].t() * scaling
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    for a, e in zip(*(torch.autograd.grad(o, trained, grad) for o in (out, expected)), strict=True):
+        torch.testing.assert_close(a, e)
+    torch.library.opcheck(torch.ops.unsloth_trl.lora_linear, (*given.values(), thin, scaling))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_are_one_op_each(x, autocast):
+    model = with_lora(torch.float32)
+    expected = run(model, x, autocast)
+    fused, found = compiled(model)
+    actual = run(fused, x, autocast)
+    assert found == [3]
+    tolerance = 1e-2 if autocast else 1e-6
+    assert actual.keys() == {n if n in ("out", "x") else f"_orig_mod.{n}" for n in expected}
+    for name, value in actual.items():
+        other = expected[name.removeprefix("_orig_mod.")]
+        assert value.dtype == other.dtype
+        assert relative_error(value, other) <= tolerance
+
+
+def test_bf16_error_is_pefts(x):
+    """Against fp64, the error of each is at most 1.2 times that of the layers as PEFT has them."""
+    model = with_lora(torch.float32)
+    truth = run(copy.deepcopy(model).double(), x.double())
+    stock = run(model, x, autocast=True)
+    fused, found = compiled(model)
+    actual = run(fused, x, autocast=True)
+    assert found == [3]
+    for name, value in truth.items():
+        mine = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        errors = [(v.double() - value).norm() / value.norm() for v in (mine, stock[name])]
+        assert errors[0] <= 1.2 * errors[1] + 1e-3, (name, errors)
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [({"bias": "lora_only"}, 2), ({"lora_dropout": 0.5}, 0), ({"use_dora": True}, 0), ({"target_modules": ["up"]}, 1)],
+    ids=str,
+)
+def test_what_is_left_as_it_is(x, config, expected):
+    """A bias that is trained, dropout, another arithmetic, layers without an adapter."""
+    model = with_lora(torch.float32, **config)
+    fused, found = compiled(model)
+    torch.manual_seed(0)
+    before = run(model, x)
+    torch.manual_seed(0)
+    after = run(fused, x)
+    assert sum(found) == expected  # DoRA comes in several graphs
+    if "lora_dropout" not in config:
+        for name, value in before.items():
+            other = after[name if name in ("out", "x") else f"_orig_mod.{name}"]
+            torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
+
+
+def test_what_writes_into_a_tensor_stays(x):
+    """Such a node has no user, and is not dead."""
+    model = with_lora(torch.float32)
+
+    def halved(x):
+        out = model(x)
+        found = torch.empty_like(out)
+        found[..., 6:] = out[..., 6:]
+        found[..., :6] = 0.5 * out[..., :6]
+        return found
+
+    expected = halved(x)
+    fused, found = compiled(halved)
+    torch.testing.assert_close(fused(x), expected)
+    assert found == [3]
+
+
+def test_several_adapters_and_a_trained_weight(x):
+    model = with_lora(torch.float32)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["gate"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    model.base_model.model.down.base_layer.weight.requires_grad_(True)
+    expected = run(model, x)
+    fused, found = compiled(model)
+    actual = run(fused, x)
+    assert found == [2]  # the first adapter of `gate`, and `up`
+    for name, value in expected.items():
+        other = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
