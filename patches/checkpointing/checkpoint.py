@@ -1,6 +1,7 @@
 """The checkpoint of one layer: torch's non-reentrant one, whose saved input may wait in host memory."""
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +116,9 @@ def _retried(function: Callable, call: Callable[[Callable], Any]) -> Any:
         if not hasattr(function, "give_up"):
             raise
         function.give_up(error)
-        return call(function)
+    # behind the handler: what the error holds keeps the failed checkpoint's hooks on, with torch 2.11
+    gc.collect()
+    return call(function)
 
 
 def _of_the_function(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -260,7 +260,8 @@ class GraphedDecoder(OwnForward[nn.Module]):
         self._runs[key] = self._runs.pop(key, 0) + 1
         while len(self._runs) > MOST_COUNTED:
             self._runs.pop(next(iter(self._runs)))
-        if self._runs[key] <= RUNS_BEFORE or what_draws(self.owner) is not None:
+        trained = [p for p in self.owner.parameters() if p.requires_grad]
+        if self._runs[key] <= RUNS_BEFORE or not trained or what_draws(self.owner) is not None:
             return None
         # what was captured with weights that have moved since cannot be used again
         self._graphs = {k: graph for k, graph in self._graphs.items() if k[1].weights == state.weights}
@@ -270,7 +271,6 @@ class GraphedDecoder(OwnForward[nn.Module]):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
-            trained = [p for p in self.owner.parameters() if p.requires_grad]
             self.gradients.keep([*trained, *(p for graph in self._graphs.values() for p in graph.parameters)])
             self._graphs[key] = _Graph(self, call, self._pool)
         except (RuntimeError, AssertionError) as error:  # torch's own for what cannot be captured, and for memory

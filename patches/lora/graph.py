@@ -99,24 +99,18 @@ def _match(node: fx.Node) -> _Match | None:
 def _replace(graph: fx.Graph, node: fx.Node, match: _Match) -> None:
     dtype = _value(node).dtype
 
-    def new(kind: str, target: Any, args: tuple, value: torch.Tensor) -> fx.Node:
-        made = graph.create_node(kind, target, args)
-        made.meta["example_value"] = value
-        return made
-
-    def cast(other: fx.Node) -> fx.Node:
+    def cast(other: fx.Node | None) -> fx.Node | None:
         # by autocast, in the layer; in the graph they are fused with what is before them
-        value = _value(other)
-        return other if value.dtype == dtype else new("call_method", "to", (other, dtype), value.to(dtype))
+        same = other is None or _value(other).dtype == dtype
+        return other if same else graph.call_method("to", (other, dtype))
 
     with graph.inserting_before(node):
-        x, weight, lora_A, lora_B = map(cast, (match.x, match.weight, match.lora_A, match.lora_B))
-        bias = None if match.bias is None else cast(match.bias)
-        detached = [new("call_method", "detach", (n,), _value(n).detach()) for n in (x, lora_A)]
-        thin = torch.nn.functional.linear(*map(_value, detached))
-        x_A = new("call_function", torch.nn.functional.linear, tuple(detached), thin)
+        x, weight, bias, lora_A, lora_B = map(cast, match[:5])
+        detached = tuple(graph.call_method("detach", (n,)) for n in (x, lora_A))
+        x_A = graph.call_function(torch.nn.functional.linear, detached)
         fused = torch.ops.unsloth_trl.lora_linear.default
-        made = new("call_function", fused, (x, weight, bias, lora_A, lora_B, x_A, match.scaling), _value(node))
+        made = graph.call_function(fused, (x, weight, bias, lora_A, lora_B, x_A, match.scaling))
+    made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     for dead in (node, *match.inside):  # no more than these: to `fx`, what writes into a tensor is dead as well
         graph.erase_node(dead)

@@ -1,4 +1,4 @@
-"""A linear layer and its LoRA as one op of a compiled graph: the same numbers, and only where nothing else is meant."""
+"""A linear layer and its LoRA as one op of a compiled graph: the same numbers, and nowhere else."""
 
 import copy
 

@@ -273,8 +273,12 @@ def test_long_rows_are_cut_into_tiles_and_not_compiled(untranslated, monkeypatch
     assert_runs_close(on, off, 1e-4)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["several graphs", "one graph"])
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
-def test_a_compiler_that_fails_leaves_the_run_as_it_is(policy, monkeypatch, caplog):
+def test_a_compiler_that_fails_leaves_the_run_as_it_is(policy, whole, monkeypatch, caplog, request):
+    if whole:
+        request.getfixturevalue("in_graph")
+
     def broken(graph, inputs):
         raise FileNotFoundError("no C compiler here")
 

@@ -235,6 +235,7 @@ def test_what_python_decides_on_is_captured_again(captures):
     assert captures.number == 1
     with model.disable_adapter():
         without = [run() for _ in range(4)]
+    assert captures.number == 1  # nothing is trained
     assert all(torch.equal(without[0], other) for other in without)
     assert (without[0] - with_adapter).abs().max() > 1e-3
     assert torch.equal(run(), with_adapter) and captures.replays >= 2
