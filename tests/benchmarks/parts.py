@@ -73,7 +73,26 @@ def experts(rows: list[dict[str, Any]], where: str) -> str:
     )
 
 
-TABLES = {"attention": attention, "head": head, "moe_layer": experts}
+def grouped_gemm(rows: list[dict[str, Any]], where: str) -> str:
+    """Products of sorted rows with stacked experts: ours, PyTorch's and the loop."""
+    lines = []
+    for group in _newest(rows, "in", "out", "mean_rows"):
+        row = group[-1]
+        for name in ("forward", "dx", "dw"):
+            one = row[name]
+            lines.append(
+                f"| {row['in']} -> {row['out']}, {row['mean_rows']} rows, {name} | {one['ours_ms']:.2f} ms, "
+                f"{one['ours_tflops']} TFLOP/s | {one['torch_ms'] / one['ours_ms']:.2f}x | "
+                f"{one['loop_ms'] / one['ours_ms']:.2f}x | {_source(row)} |"
+            )
+    return (
+        f"**Grouped products, {rows[-1]['experts']} experts**, bf16, {where}; rows are the mean of an expert's\n\n"
+        "| | Triton | against `grouped_mm` | against the loop | call, commit |\n|---|---|---|---|---|\n"
+        + "\n".join(lines)
+    )
+
+
+TABLES = {"attention": attention, "head": head, "moe_layer": experts, "grouped_gemm": grouped_gemm}
 
 
 def render(rows: list[dict[str, Any]], where) -> list[str]:

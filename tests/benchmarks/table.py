@@ -39,8 +39,7 @@ def _is_moe(row: dict) -> bool:
     return "a3b" in row["model"]
 
 
-def _line(row: dict, rows: list[dict]) -> str:
-    stock = next(r for r in rows if r["mode"] == "trl")
+def _line(row: dict, stock: dict) -> str:
     fastest = f" ({row['tok_s_fastest']:,})" if row["timing"] != "window" else ""
     ratio = f"{row['tok_s'] / stock['tok_s']:.2f}x"
     return f"| {_name(row)} | {row['tok_s']:,}{fastest} | {ratio} | {row['peak_gib']} GiB | {row['commit']} |"
@@ -92,7 +91,7 @@ def _sft(rows: list[dict]) -> str:
         f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, {adapter} r=16, {gc}, "
         f"{dtype}, packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
         "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
-        + "\n".join(_line(row, rows) for row in rows)
+        + "\n".join(_line(row, next(r for r in rows if r["mode"] == "trl")) for row in rows)
     )
 
 
@@ -171,8 +170,28 @@ def _tokens(row: dict) -> int:
     return row["tok_s"] if "task" not in row else round(row["bs"] * (row["P"] + row["R"]) / row["median_s"])
 
 
+def _switches(rows: list[dict]) -> list[str]:
+    """Calls that have several runs of ours and no peer: what a switch does."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if _is_current(row):
+            groups.setdefault((row["call"], row["model"], row["timing"], row["len"], row["bs"]), []).append(row)
+    made = []
+    for group in groups.values():
+        if len(group) < 2 or any(row["mode"] != "ours" for row in group):
+            continue
+        first = group[0]
+        made.append(
+            f"**Switches, {first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, LoRA r=16, "
+            f"bf16, {_where(first)}; {TIMINGS[first['timing']]}; call {first['call']}\n\n"
+            "| | tokens/s | against the first | peak memory | commit |\n|---|---|---|---|---|\n"
+            + "\n".join(_line(row, first) for row in group)
+        )
+    return made
+
+
 def render() -> str:
-    """Tables: each model and way of timing, runs of checkpoint policies, each GRPO shape, what fits, single parts."""
+    """Tables: each model and way of timing, what switches do, runs of checkpoint policies, each GRPO shape, what fits, single parts."""
     rows = load()
     sft = [row for row in rows if "task" not in row and not _is_limit(row)]
     grpo = [row for row in rows if row.get("task") == "grpo" and not _is_limit(row)]
@@ -185,6 +204,7 @@ def render() -> str:
             turns.setdefault((row["model"], row["len"], row["bs"], row["qlora"], row["call"]), []).append(row)
     return "\n\n".join(
         [_sft(group) for group in _newest_beside_trl(sft, *sft_keys)]
+        + _switches(sft)
         + [_policies(group) for _, group in sorted(turns.items())]
         + [_grpo(group) for group in _newest_beside_trl(grpo, *grpo_keys)]
         + ([_limits(limits)] if limits else [])
