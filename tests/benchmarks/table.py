@@ -191,7 +191,7 @@ def _switches(rows: list[dict]) -> list[str]:
 
 
 def render() -> str:
-    """Tables: each model and way of timing, what switches do, runs of checkpoint policies, each GRPO shape, what fits, single parts."""
+    """Tables: models and ways of timing, switches, checkpoint policies, GRPO shapes, what fits, single parts."""
     rows = load()
     sft = [row for row in rows if "task" not in row and not _is_limit(row)]
     grpo = [row for row in rows if row.get("task") == "grpo" and not _is_limit(row)]
