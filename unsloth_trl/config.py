@@ -8,6 +8,7 @@ import torch
 import trl
 
 from .patches.config import AttentionBackend, CheckpointPolicy, CompileLayers, CudaGraphs, MoeBackend, PatchConfig
+from .unknown_arguments import check_fields
 
 
 @dataclass
@@ -121,6 +122,7 @@ class PatchArguments:
         return str(self)  # the Trainer's, which hides tokens where dataclass's own shows them
 
     def __new__(cls, *args, **kwargs):
+        check_fields(cls, kwargs)
         # a value that was given wins over one that the model brings along, a default does not
         self = super().__new__(cls)
         by_place = [field.name for field in fields(cls) if field.init][: len(args)]

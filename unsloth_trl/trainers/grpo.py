@@ -31,6 +31,7 @@ from ..patches.attention.patch import own_attention
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model, current_report
 from ..patches.report import PatchEntry, PatchReport
+from ..unknown_arguments import check_arguments
 from .compiling import Compiling
 from .construction import (
     default_name,
@@ -81,8 +82,7 @@ class GRPOTrainer(GenerationCycle, Publishing, Compiling, MemoryPlanning, trl.GR
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
             As in TRL.
-        reward_funcs (*optional*):
-            As in TRL.
+        reward_funcs (*optional*): As in TRL.
         args (`GRPOConfig`, *optional*):
             This package's config, or TRL's own (then with this package's defaults).
         trl_args, trl_kwargs:
@@ -93,6 +93,7 @@ class GRPOTrainer(GenerationCycle, Publishing, Compiling, MemoryPlanning, trl.GR
         token_counts (`TokenCounts`): What sharing has saved so far.
 
     Raises:
+        TypeError: For a keyword that TRL does not take, with what to write instead.
         ValueError: If `strict=True` and the architecture is not verified, or if the train dataset is empty.
     """
 
@@ -108,6 +109,7 @@ class GRPOTrainer(GenerationCycle, Publishing, Compiling, MemoryPlanning, trl.GR
         *trl_args,
         **trl_kwargs,
     ):
+        check_arguments(self, GRPOTrainer, GRPOConfig, args, trl_kwargs)
         if args is None:
             args = GRPOConfig(default_name(model, "GRPO"))
         args = follow_model(model, args)

@@ -20,6 +20,7 @@ from ..models.support import check_packing
 from ..patches.config import PatchConfig
 from ..patches.registry import apply_patches, base_model
 from ..patches.report import PatchEntry, PatchReport
+from ..unknown_arguments import check_arguments
 from .compiling import Compiling
 from .construction import (
     default_name,
@@ -73,6 +74,7 @@ class SFTTrainer(Saving, Publishing, Compiling, MemoryPlanning, trl.SFTTrainer):
             out again.
 
     Raises:
+        TypeError: For a keyword that TRL does not take, with what to write instead.
         ValueError: If packing is asked for on an architecture that keeps state between tokens, if `strict=True` and
             the architecture is not verified, or if no label is left in the data.
     """
@@ -89,6 +91,7 @@ class SFTTrainer(Saving, Publishing, Compiling, MemoryPlanning, trl.SFTTrainer):
         *trl_args,
         **trl_kwargs,
     ):
+        check_arguments(self, SFTTrainer, SFTConfig, args, trl_kwargs)
         if args is None:
             args = SFTConfig(default_name(model, "SFT"))
         elif not isinstance(args, trl.SFTConfig):
