@@ -13,7 +13,8 @@ from transformers import BatchEncoding
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from unsloth_trl import __version__, cli, demo
-from unsloth_trl.demo import DemoError, DemoResult
+from unsloth_trl.demo import DemoResult
+from unsloth_trl.demo_folder import ADAPTER_FILES, DemoError, output_folder
 from unsloth_trl.models.smollm2 import ModelSource, ModelUnavailableError
 
 
@@ -108,23 +109,51 @@ def test_load_names_a_model_that_does_not_load(tmp_path):
         demo._load(demo.resolve_model(str(tmp_path)), torch.float32, str(tmp_path))
 
 
-def test_prepare_output_dir(tmp_path, monkeypatch):
-    assert demo.prepare_output_dir(str(tmp_path / "a" / "b")).is_dir()
-    for name in demo.ADAPTER_FILES:
+def test_output_folder(tmp_path, monkeypatch):
+    with output_folder(str(tmp_path / "a" / "b")) as folder:
+        assert folder.is_dir()
+    assert folder.is_dir() and not any(folder.iterdir())
+    for name in ADAPTER_FILES:
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
         (folder / name).write_text("")
         with pytest.raises(DemoError, match=rf"--output_dir .* holds the adapter of another run \({name}\)"):
-            demo.prepare_output_dir(str(folder))
+            output_folder(str(folder)).__enter__()
+        assert (folder / name).exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(DemoError, match=r"--output_dir .*file.* cannot be written"):
-        demo.prepare_output_dir(str(tmp_path / "file" / "out"))
+        output_folder(str(tmp_path / "file" / "out")).__enter__()
 
     monkeypatch.chdir(tmp_path)
     for expected in ("unsloth_trl_demo", "unsloth_trl_demo-2", "unsloth_trl_demo-3"):
-        folder = demo.prepare_output_dir(None)
-        assert str(folder) == expected
-        (folder / "adapter_config.json").write_text("{}")
+        with output_folder(None) as folder:
+            assert str(folder) == expected
+            (folder / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("error", [DemoError, KeyboardInterrupt])
+def test_a_run_that_fails_leaves_no_empty_folder(tmp_path, error):
+    (tmp_path / "before" / "empty").mkdir(parents=True)
+    for path in ("new", "before/new/deep", "before/empty"):
+        with pytest.raises(error), output_folder(str(tmp_path / path)) as folder:
+            assert folder.is_dir()
+            raise error("stopped")
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["before", "before/empty"]
+
+
+def test_a_run_that_fails_keeps_what_it_has_written(tmp_path):
+    with pytest.raises(DemoError), output_folder(str(tmp_path / "a" / "b")) as folder:
+        (folder / "loss.png").write_text("half a curve")
+        raise DemoError("later")
+    assert (tmp_path / "a" / "b" / "loss.png").read_text() == "half a curve"
+
+
+@pytest.mark.parametrize("options", [[], ["--grpo"]], ids=["sft", "grpo"])
+def test_a_demo_without_a_model_leaves_no_folder(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", *options, "--model", "./missing"]) == 2
+    assert "--model ./missing: there is no such folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_choose_scale():

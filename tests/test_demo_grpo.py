@@ -9,7 +9,7 @@ from transformers import GenerationConfig, TrainerControl, TrainerState
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from unsloth_trl import cli, demo, demo_grpo
-from unsloth_trl.demo import DemoError
+from unsloth_trl.demo_folder import DemoError
 from unsloth_trl.demo_grpo import Group, GrpoDemoResult, Requirement, Step
 
 

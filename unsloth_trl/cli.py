@@ -219,7 +219,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from unsloth_trl.demo import DemoError, run_demo
+    from unsloth_trl.demo import run_demo
+    from unsloth_trl.demo_folder import DemoError
     from unsloth_trl.demo_grpo import run_grpo_demo
     from unsloth_trl.models.smollm2 import ModelUnavailableError
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import random
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from unsloth_trl import SFTConfig, SFTTrainer
+from unsloth_trl.demo_folder import DemoError, output_folder
 from unsloth_trl.models.names import is_path
 from unsloth_trl.models.smollm2 import ModelSource, load_model, resolve_smollm2
 
@@ -31,11 +31,6 @@ TASKS = {
 }
 MAX_NEW_TOKENS = 12
 RELOAD_TOLERANCE = 1e-4
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-
-
-class DemoError(RuntimeError):
-    """The demo cannot go on; the message names the option and says what to change."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,11 @@ def run_demo(
         ModelUnavailableError: If the default model can neither be found nor downloaded.
     """
     _check_extras()
-    folder = prepare_output_dir(output_dir)
+    with output_folder(output_dir) as folder:
+        return _run(model, folder, max_steps, seed)
+
+
+def _run(model: str | None, folder: Path, max_steps: int | None, seed: int) -> DemoResult:
     scale = choose_scale(torch.cuda.is_available(), max_steps)
     base, tokenizer, source = open_model(model, seed)
 
@@ -140,28 +139,6 @@ def choose_scale(use_gpu: bool, max_steps: int | None) -> Scale:
         raise DemoError(f"--max_steps {max_steps} trains nothing; pass 1 or more")
     held_out = scale.held_out_per_task if max_steps >= 20 else 4
     return Scale(max_steps, scale.batch_size, scale.max_length, held_out)
-
-
-def prepare_output_dir(output_dir: str | None) -> Path:
-    """The folder to write to, made and tried out before anything is trained."""
-    if output_dir is None:
-        numbers = iter(range(2, 10_000))
-        folder = Path("unsloth_trl_demo")
-        while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            folder = Path(f"unsloth_trl_demo-{next(numbers)}")
-    else:
-        folder = Path(output_dir)
-    if present := [name for name in ADAPTER_FILES if (folder / name).exists()]:
-        raise DemoError(
-            f"--output_dir {folder} holds the adapter of another run ({present[0]}); pass another folder or delete it"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise DemoError(f"--output_dir {folder} cannot be written ({error}); pass a folder that can") from error
-    return folder
 
 
 def resolve_model(model: str | None) -> ModelSource:

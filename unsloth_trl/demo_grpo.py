@@ -12,14 +12,8 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from unsloth_trl.demo import (
-    DemoError,
-    _check_extras,
-    demo_lora,
-    open_model,
-    prepare_output_dir,
-    run_settings,
-)
+from unsloth_trl.demo import _check_extras, demo_lora, open_model, run_settings
+from unsloth_trl.demo_folder import DemoError, output_folder
 
 
 SYSTEM_PROMPT = "Reply with the answer only."
@@ -122,12 +116,16 @@ def run_grpo_demo(
         DemoError: If an option cannot be honoured.
         ModelUnavailableError: If the default model can neither be found nor downloaded.
     """
-    started = time.perf_counter()
     _check_extras()
     num_steps = NUM_STEPS if max_steps is None else max_steps
     if num_steps < 1:
         raise DemoError(f"--max_steps {max_steps} trains nothing; pass 1 or more")
-    folder = prepare_output_dir(output_dir)
+    with output_folder(output_dir) as folder:
+        return _run(model, folder, num_steps, seed)
+
+
+def _run(model: str | None, folder: Path, num_steps: int, seed: int) -> GrpoDemoResult:
+    started = time.perf_counter()
     base, tokenizer, _ = open_model(model, seed)
 
     dataset, rows = build_prompts(num_steps * PROMPTS_PER_STEP, seed)
