@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from . import op  # noqa: F401 (registers the op)
+from . import op, op_4bit  # noqa: F401 (registers the ops)
 
 
 _ADD = (operator.add, operator.iadd, torch.add)
@@ -14,19 +14,28 @@ _MUL = (operator.mul, torch.mul)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class _Match(NamedTuple):
+class _Base(NamedTuple):
+    """The product with a frozen weight: its input, the op for it with an adapter, and that op's arguments between."""
+
     x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
+    fused: Any
+    arguments: tuple
+    inside: tuple[fx.Node, ...]  # that nothing else uses, users first
+
+
+class _Adapter(NamedTuple):
+    x: fx.Node
     lora_A: fx.Node
     lora_B: fx.Node
     scaling: float
-    inside: tuple[fx.Node, ...]  # that nothing else uses, users first
+    inside: tuple[fx.Node, ...]
 
 
 def fuse_lora(graph: fx.GraphModule) -> int:
     """
     Replace each `linear(x, W) + linear(linear(x, A), B) * scaling` of a frozen `W` by `unsloth_trl::lora_linear`.
+
+    A `W` in 4 bits, which bitsandbytes (from 0.50 on) multiplies with in one op, makes it `lora_linear_4bit`.
 
     Args:
         graph (`torch.fx.GraphModule`): As dynamo hands it to a backend, changed in place; graphs within it as well.
@@ -35,13 +44,13 @@ def fuse_lora(graph: fx.GraphModule) -> int:
         `int`: How many there were.
     """
     number = 0
-    for module in graph.modules():
+    for module in list(graph.modules()):
         if not isinstance(module, fx.GraphModule):
             continue
         found = 0
         for node in list(module.graph.nodes):
-            if (match := _match(node)) is not None:
-                _replace(module.graph, node, match)
+            if (match := _match(module, node)) is not None:
+                _replace(module.graph, node, *match)
                 found += 1
         if found:
             module.recompile()
@@ -54,63 +63,131 @@ def _value(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is torch.nn.functional.linear
+def _calls(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-    return node.args[0], node.args[1], bias
+def _is_cast(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target == "to" and _value(node) is not None
 
 
-def _same_input(x: fx.Node, other: fx.Node) -> bool:
-    """Whether `x` is `other`, or a cast of it."""
-    cast = x.op == "call_method" and x.target == "to"
-    return x is other or (cast and x.args[0] is other and _value(x).shape == _value(other).shape)
+def _source(x: fx.Node) -> fx.Node:
+    """What is cast."""
+    while _is_cast(x) and _value(x.args[0]) is not None:
+        x = x.args[0]
+    return x
 
 
-def _match(node: fx.Node) -> _Match | None:
-    if node.op != "call_function" or node.target not in _ADD or len(node.args) != 2 or node.kwargs:
-        return None
-    base, scaled = node.args
-    if not _is_linear(base) or not isinstance(scaled, fx.Node) or scaled.target not in _MUL or len(scaled.args) != 2:
+def _through(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
+    """A node behind casts to the dtype that it has and copies, and these; PEFT copies what bitsandbytes returns."""
+    passed = ()
+    while isinstance(node, fx.Node) and len(node.users) == 1 and node.op == "call_method":
+        before = _value(node.args[0])
+        same = before is not None and _value(node) is not None and before.dtype == _value(node).dtype
+        if node.target not in ("to", "clone") or not same:
+            break
+        passed, node = (*passed, node), node.args[0]
+    return node, passed
+
+
+def _bias(node: fx.Node) -> fx.Node | None:
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+
+
+def _adapter(node: Any) -> _Adapter | None:
+    scaled, passed = _through(node)
+    if not _calls(scaled, *_MUL) or len(scaled.args) != 2:
         return None
     outer, scaling = scaled.args
-    if not isinstance(scaling, (int, float)) or not _is_linear(outer):
+    inner = outer.args[0] if _calls(outer, torch.nn.functional.linear) else None
+    if not isinstance(scaling, (int, float)) or not _calls(inner, torch.nn.functional.linear):
         return None
-    x, weight, bias = _arguments(base)
-    inner, lora_B, no_bias = _arguments(outer)
-    if no_bias is not None or not _is_linear(inner):
+    if any(_bias(n) is not None or len(n.users) != 1 for n in (outer, inner)) or len(scaled.users) != 1:
         return None
-    thin_x, lora_A, no_bias = _arguments(inner)
-    if no_bias is not None or any(len(n.users) != 1 for n in (base, scaled, outer, inner)):
-        return None
-    values = [_value(n) for n in (node, base, outer, inner, x, thin_x, weight, lora_A, lora_B)]
-    if any(value is None for value in values) or not _same_input(thin_x, x):
-        return None
+    return _Adapter(inner.args[0], inner.args[1], outer.args[1], float(scaling), (*passed, scaled, outer, inner))
+
+
+def _dense(base: fx.Node, passed: tuple[fx.Node, ...]) -> _Base | None:
+    weight, bias = base.args[1], _bias(base)
     frozen = [weight] if bias is None else [weight, bias]
-    if len({value.dtype for value in values[:4]}) > 1 or values[0].dtype not in _DTYPES:
+    if any(_value(n) is None or _value(n).requires_grad for n in frozen) or len(base.users) != 1:
         return None
-    if any(_value(n) is None or _value(n).requires_grad for n in frozen):
-        return None
-    return _Match(x, weight, bias, lora_A, lora_B, float(scaling), (scaled, outer, inner, base))
+    fused = torch.ops.unsloth_trl.lora_linear.default
+    return _Base(base.args[0], fused, (weight, bias), (*passed, base))
 
 
-def _replace(graph: fx.Graph, node: fx.Node, match: _Match) -> None:
+def _four_bits(module: fx.GraphModule, base: fx.Node, passed: tuple[fx.Node, ...]) -> _Base | None:
+    """The first result of bitsandbytes' autograd function, whose forward is a graph of its own."""
+    apply, index = base.args
+    if index != 0 or len(base.users) != 1 or not _calls(apply, torch.ops.higher_order.autograd_function_apply):
+        return None
+    others = [user for user in apply.users if user is not base]
+    if any(user.users or not _calls(user, operator.getitem) for user in others):
+        return None
+    body = getattr(module, str(apply.args[0].target), None)
+    if not isinstance(body, fx.GraphModule):
+        return None
+    products = [n for n in body.graph.nodes if "bitsandbytes::gemm_4bit" in str(getattr(n.target, "_name", ""))]
+    if len(products) != 1:
+        return None
+    (product,) = products
+    # operands of the call, by the inputs of its graph
+    inputs = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), apply.args[2:], strict=False))
+
+    def outer(value: Any) -> Any:
+        while isinstance(value, fx.Node) and value.op == "call_method" and value.target in ("view", "reshape"):
+            value = value.args[0]
+        return inputs.get(value) if isinstance(value, fx.Node) else value
+
+    x, packed, shape, absmax, blocksize, quant_type = map(outer, product.args[:6])
+    scales = [product.kwargs.get(name) for name in ("absmax_8bit", "absmax_code", "absmax_offset")]
+    given = [outer(scale) for scale in scales]
+    tensors = [x, packed, absmax, *(g for g, scale in zip(given, scales, strict=True) if scale is not None)]
+    has_bias = len(product.args) > 6 or product.kwargs.get("bias") is not None
+    if has_bias or any(_value(n) is None for n in tensors) or not isinstance(blocksize, int):
+        return None
+    arguments = (packed, list(shape), absmax, blocksize, quant_type, *given)
+    inside = (*passed, base, *others, apply)
+    return _Base(x, torch.ops.unsloth_trl.lora_linear_4bit.default, arguments, inside)
+
+
+def _match(module: fx.GraphModule, node: fx.Node) -> tuple[_Base, _Adapter] | None:
+    if not _calls(node, *_ADD) or len(node.args) != 2 or node.kwargs or (adapter := _adapter(node.args[1])) is None:
+        return None
+    product, passed = _through(node.args[0])
+    base = None
+    if _calls(product, torch.nn.functional.linear):
+        base = _dense(product, passed)
+    elif _calls(product, operator.getitem):
+        base = _four_bits(module, product, passed)
+    if base is None or _source(base.x) is not _source(adapter.x):
+        return None
+    values = [_value(n) for n in (node, product, *adapter.inside, adapter.lora_A, adapter.lora_B)]
+    if any(value is None for value in values) or values[0].dtype not in _DTYPES:
+        return None
+    if len({value.dtype for value in values[:-2]}) > 1:
+        return None
+    return base, adapter
+
+
+def _replace(graph: fx.Graph, node: fx.Node, base: _Base, adapter: _Adapter) -> None:
     dtype = _value(node).dtype
 
-    def cast(other: fx.Node | None) -> fx.Node | None:
+    def cast(other: Any) -> Any:
         # by autocast, in the layer; in the graph they are fused with what is before them
-        same = other is None or _value(other).dtype == dtype
-        return other if same else graph.call_method("to", (other, dtype))
+        value = _value(other)
+        floating = value is not None and value.is_floating_point()
+        return graph.call_method("to", (other, dtype)) if floating and value.dtype != dtype else other
 
     with graph.inserting_before(node):
-        x, weight, bias, lora_A, lora_B = map(cast, match[:5])
+        x, lora_A, lora_B = map(cast, (base.x, adapter.lora_A, adapter.lora_B))
+        dense = base.fused is torch.ops.unsloth_trl.lora_linear.default
+        arguments = tuple(map(cast, base.arguments)) if dense else base.arguments
         detached = tuple(graph.call_method("detach", (n,)) for n in (x, lora_A))
         x_A = graph.call_function(torch.nn.functional.linear, detached)
-        fused = torch.ops.unsloth_trl.lora_linear.default
-        made = graph.call_function(fused, (x, weight, bias, lora_A, lora_B, x_A, match.scaling))
+        made = graph.call_function(base.fused, (x, *arguments, lora_A, lora_B, x_A, adapter.scaling))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
-    for dead in (node, *match.inside):  # no more than these: to `fx`, what writes into a tensor is dead as well
+    # no more than these: to `fx`, what writes into a tensor is dead as well
+    for dead in (node, *adapter.inside, *base.inside):
         graph.erase_node(dead)

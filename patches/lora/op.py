@@ -8,6 +8,32 @@ import torch
 import torch.nn.functional as F
 
 
+def add_product(out: torch.Tensor, x_A: torch.Tensor, lora_B: torch.Tensor, scaling: float) -> torch.Tensor:
+    """`out += scaling * x_A @ lora_B.T`, in place and returned."""
+    out.view(-1, out.shape[-1]).addmm_(x_A.reshape(-1, x_A.shape[-1]), lora_B.t(), alpha=scaling)
+    return out
+
+
+def adapter_gradients(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    x_A: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `x` (without rows where `weight` is `None`), `lora_A` and `lora_B`."""
+    flat, rows, thin = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, x, x_A))
+    thin_grad = torch.mm(flat, lora_B).mul_(scaling)
+    grad_A = torch.mm(thin_grad.t(), rows)
+    grad_B = torch.mm(flat.t(), thin).mul_(scaling)
+    if weight is None:
+        return x.new_empty(0), grad_A, grad_B
+    grad_x = torch.mm(flat, weight).addmm_(thin_grad, lora_A)
+    return grad_x.view(x.shape), grad_A, grad_B
+
+
 @torch.library.custom_op("unsloth_trl::lora_linear", mutates_args=())
 def lora_linear(
     x: torch.Tensor,
@@ -34,9 +60,7 @@ def lora_linear(
     Returns:
         `torch.Tensor` of shape `(..., out_features)`.
     """
-    out = F.linear(x, weight, bias)
-    out.view(-1, out.shape[-1]).addmm_(x_A.reshape(-1, x_A.shape[-1]), lora_B.t(), alpha=scaling)
-    return out
+    return add_product(F.linear(x, weight, bias), x_A, lora_B, scaling)
 
 
 @lora_linear.register_fake
@@ -56,14 +80,7 @@ def lora_linear_backward(
     needs_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `x` (without rows unless `needs_x`), `lora_A` and `lora_B`; arguments as in `lora_linear`."""
-    flat, rows, thin = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, x, x_A))
-    thin_grad = torch.mm(flat, lora_B).mul_(scaling)
-    grad_A = torch.mm(thin_grad.t(), rows)
-    grad_B = torch.mm(flat.t(), thin).mul_(scaling)
-    if not needs_x:
-        return x.new_empty(0), grad_A, grad_B
-    grad_x = torch.mm(flat, weight).addmm_(thin_grad, lora_A)
-    return grad_x.view(x.shape), grad_A, grad_B
+    return adapter_gradients(grad, x, weight if needs_x else None, lora_A, lora_B, x_A, scaling)
 
 
 @lora_linear_backward.register_fake

@@ -158,3 +158,74 @@ def test_several_adapters_and_a_trained_weight(x):
     for name, value in expected.items():
         other = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
         torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
+
+
+def four_bits(nested):
+    """A model whose linear layers are in 4 bits, and the same in fp64 with the numbers that these stand for."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = Wide().to(torch.bfloat16)
+    for name, layer in list(model.named_children()):
+        quantized = bnb.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            bias=False,
+            compute_dtype=torch.bfloat16,
+            compress_statistics=nested,
+            quant_type="nf4",
+        )
+        quantized.weight = bnb.nn.Params4bit(
+            layer.weight.data, requires_grad=False, compress_statistics=nested, quant_type="nf4"
+        )
+        setattr(model, name, quantized.to("cpu"))
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["gate", "up", "down"])
+    truth = Wide().double()
+    for name, layer in truth.named_children():
+        weight = getattr(model, name).weight
+        layer.weight.data = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).double()
+    model, truth = get_peft_model(model, config), get_peft_model(truth, config)
+    for (name, parameter), other in zip(model.named_parameters(), truth.parameters(), strict=True):
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+            other.data = parameter.detach().double()
+    return model, truth
+
+
+class Wide(Gated):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.gate = nn.Linear(64, 128, bias=False)
+        self.up = nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain scales", "nested scales"])
+def test_a_weight_in_4_bits(nested):
+    model, truth = four_bits(nested)
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = run(truth, x.double())
+    stock = run(model, x, autocast=True)
+    fused, found = compiled(model)
+    actual = run(fused, x, autocast=True)
+    assert found == [3]
+    for name, value in expected.items():
+        mine = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        assert mine.dtype == stock[name].dtype
+        errors = [relative_error(other, value) for other in (mine, stock[name])]
+        assert errors[0] <= 1.2 * errors[1] + 1e-3 and errors[1] < 0.05, (name, errors)
+
+
+def test_the_op_in_4_bits():
+    model, _ = four_bits(nested=True)
+    layer = model.base_model.model.down
+    state = layer.base_layer.weight.quant_state
+    generator = torch.Generator().manual_seed(2)
+    x, lora_A, lora_B = (torch.randn(s, generator=generator).bfloat16() for s in ((3, 128), (4, 128), (64, 4)))
+    thin = x @ lora_A.t()
+    scales = (state.state2.absmax, state.blocksize, state.quant_type, state.absmax, state.state2.code, state.offset)
+    trained = [tensor.requires_grad_() for tensor in (x, lora_A, lora_B)]
+    torch.library.opcheck(
+        torch.ops.unsloth_trl.lora_linear_4bit,
+        (trained[0], layer.base_layer.weight.data, list(state.shape), *scales, *trained[1:], thin, 1.5),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )

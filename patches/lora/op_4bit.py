@@ -1,0 +1,118 @@
+"""`lora_linear` over a weight of bitsandbytes' 4-bit format, whose products are bitsandbytes' own ops."""
+
+import torch
+
+from .op import adapter_gradients, add_product
+
+
+NESTED_BLOCKSIZE = 256  # of the scales' scales: the only one that bitsandbytes' product takes
+
+
+def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset):
+    return torch.ops.bitsandbytes.gemm_4bit.default(
+        x,
+        packed,
+        shape,
+        absmax,
+        blocksize,
+        quant_type,
+        absmax_8bit=absmax_8bit,
+        absmax_code=absmax_code,
+        absmax_offset=absmax_offset,
+    )
+
+
+def _weight(packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset, dtype):
+    ops = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        absmax = ops.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, NESTED_BLOCKSIZE, torch.float32)
+        absmax = absmax + absmax_offset
+    return ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, dtype)
+
+
+@torch.library.custom_op("unsloth_trl::lora_linear_4bit", mutates_args=())
+def lora_linear_4bit(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    shape: list[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    absmax_8bit: torch.Tensor | None,
+    absmax_code: torch.Tensor | None,
+    absmax_offset: torch.Tensor | None,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    x_A: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """
+    `lora_linear` without a bias.
+
+    Args:
+        x (`torch.Tensor` of shape `(..., in_features)`): Input.
+        packed (`torch.Tensor` of shape `(out_features * in_features / 2, 1)`, uint8): The weight.
+        shape (`list[int]`): `[out_features, in_features]`.
+        absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset:
+            As `torch.ops.bitsandbytes.gemm_4bit` takes them.
+        lora_A, lora_B, x_A, scaling: As in `lora_linear`, in the dtype of `x`.
+
+    Returns:
+        `torch.Tensor` of shape `(..., out_features)`.
+    """
+    quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
+    return add_product(_product(x, *quantized), x_A, lora_B, scaling)
+
+
+@lora_linear_4bit.register_fake
+def _(x, packed, shape, *rest):
+    return x.new_empty(*x.shape[:-1], shape[0])
+
+
+@torch.library.custom_op("unsloth_trl::lora_linear_4bit_backward", mutates_args=())
+def lora_linear_4bit_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    shape: list[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    absmax_8bit: torch.Tensor | None,
+    absmax_code: torch.Tensor | None,
+    absmax_offset: torch.Tensor | None,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    x_A: torch.Tensor,
+    scaling: float,
+    needs_x: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `x` (without rows unless `needs_x`), `lora_A` and `lora_B`."""
+    weight = None
+    if needs_x:
+        quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
+        weight = _weight(*quantized, dtype=x.dtype)
+    return adapter_gradients(grad, x, weight, lora_A, lora_B, x_A, scaling)
+
+
+@lora_linear_4bit_backward.register_fake
+def _(grad, x, *rest):
+    lora_A, lora_B, _, _, needs_x = rest[-5:]
+    grad_x = x.new_empty(x.shape) if needs_x else x.new_empty(0)
+    return grad_x, lora_A.new_empty(lora_A.shape), lora_B.new_empty(lora_B.shape)
+
+
+def _setup(ctx, inputs, output):
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    ctx.save_for_backward(*tensors)
+    ctx.inputs = [None if isinstance(value, torch.Tensor) else (value,) for value in inputs]
+
+
+def _backward(ctx, grad):
+    saved, needs_x = iter(ctx.saved_tensors), ctx.needs_input_grad[0]
+    inputs = [next(saved) if other is None else other[0] for other in ctx.inputs]
+    grads = torch.ops.unsloth_trl.lora_linear_4bit_backward(grad, *inputs, needs_x)
+    return (grads[0] if needs_x else None, *[None] * 8, grads[1], grads[2], None, None)
+
+
+lora_linear_4bit.register_autograd(_backward, setup_context=_setup)
