@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -139,7 +139,8 @@ def check_arguments(trainer: Any, owner: type, config: type, args: Any, unnamed:
                 moved.append(_shown(new, value))
                 answers[name] = f"a field of {config.__name__}, set {moved[-1]} there"
             else:
-                answers[name] = _answer(name, value, known, {}, config)
+                given = unnamed.keys() | ({"args"} if args is not None else set())
+                answers[name] = _answer(name, value, known, given, {}, config)
         advice = None
         if moved and isinstance(args, TrainingArguments) and not isinstance(args, _stock(config)):
             advice = (
@@ -171,7 +172,7 @@ def check_fields(config: type, given: dict[str, Any]) -> None:
     if unknown := {name: value for name, value in given.items() if name not in known}:
         stock = trl.GRPOTrainer if issubclass(config, trl.GRPOConfig) else trl.SFTTrainer
         in_trainer = dict.fromkeys(_parameters(stock), stock.__name__)
-        answers = {name: _answer(name, value, known, in_trainer, config) for name, value in unknown.items()}
+        answers = {name: _answer(name, value, known, given, in_trainer, config) for name, value in unknown.items()}
         raise TypeError(_message(config, unknown, answers))
 
 
@@ -192,11 +193,24 @@ def _check_config(owner: type, config: type, args: Any) -> None:
         raise TypeError(f"{what}, whose {some} {config.__name__} does not have; pass args={config.__name__}(...)")
 
 
-def _answer(name: str, value: Any, known: set[str], elsewhere: dict[str, str], config: type) -> str:
-    """What to write instead of a keyword that `config`, or its trainer, does not know."""
+def _answer(
+    name: str, value: Any, known: set[str], given: Container[str], elsewhere: dict[str, str], config: type
+) -> str:
+    """
+    What to write instead of a keyword.
+
+    Args:
+        name (`str`), value: The keyword.
+        known (`set[str]`): Those that the trainer or the config takes.
+        given (`Container[str]`): Those in the same call.
+        elsewhere (`dict[str, str]`): For a config, those of its trainer, with the trainer's name.
+        config (`type`): The config, or the trainer's.
+    """
     is_grpo = issubclass(config, trl.GRPOConfig)
     new = RENAMED.get(name, name)
     if new in known:
+        if new in given:
+            return f"leave it out: its name is {new} now, which is given too"
         return f"write {_shown(new, value)}"
     if new in elsewhere:
         return f"pass {_shown(new, value)} to {elsewhere[new]}"

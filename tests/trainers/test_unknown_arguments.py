@@ -17,6 +17,14 @@ from unsloth_trl.patches.registry import current_report
 from unsloth_trl.unknown_arguments import INSTEAD, INSTEAD_GRPO, INSTEAD_SFT, RENAMED
 
 
+class Anything:
+    def __repr__(self) -> str:  # of a test's name, which has to be the same in all processes
+        return "..."
+
+
+ANYTHING = Anything()
+
+
 CPU = {"output_dir": "out", "use_cpu": True, "bf16": False}
 TRAINERS = {"SFT": unsloth_trl.SFTTrainer, "GRPO": unsloth_trl.GRPOTrainer}
 CONFIGS = {"SFT": unsloth_trl.SFTConfig, "GRPO": unsloth_trl.GRPOConfig}
@@ -68,17 +76,17 @@ def test_what_the_answer_says_works(tmp_path, llama):
 @pytest.mark.parametrize(
     ("task", "given", "expected"),
     [
-        ("SFT", {"tokenizer": object()}, "keyword argument 'tokenizer': write processing_class=..."),
-        ("GRPO", {"tokenizer": object()}, "keyword argument 'tokenizer': write processing_class=..."),
+        ("SFT", {"tokenizer": ANYTHING}, "keyword argument 'tokenizer': write processing_class=..."),
+        ("GRPO", {"tokenizer": ANYTHING}, "keyword argument 'tokenizer': write processing_class=..."),
         ("SFT", {"packing": True}, "'packing' (True): a field of SFTConfig, set packing=True there"),
         ("SFT", {"random_state": 3407}, "'random_state' (3407): a field of SFTConfig, set seed=3407 there"),
         ("SFT", {"strict": True}, "'strict' (True): a field of SFTConfig, set strict=True there"),
         ("GRPO", {"share_prompts": False}, "a field of GRPOConfig, set share_prompts=False there"),
         ("GRPO", {"packing": True}, "leave it out: packing is a field of SFTConfig, for SFTTrainer"),
         ("GRPO", {"max_seq_length": 512}, "'max_seq_length' (512): TRL's GRPO takes prompts whole: filter"),
-        ("GRPO", {"data_collator": object()}, "leave it out: data_collator is an argument of SFTTrainer"),
+        ("GRPO", {"data_collator": ANYTHING}, "leave it out: data_collator is an argument of SFTTrainer"),
         ("SFT", {"reward_funcs": []}, "leave it out: reward_funcs is an argument of GRPOTrainer"),
-        ("SFT", {"model_init": object()}, "pass the model itself, or its name, as model=..."),
+        ("SFT", {"model_init": ANYTHING}, "pass the model itself, or its name, as model=..."),
         ("SFT", {"peft_conf": 1}, "did you mean 'peft_config'?"),
         ("SFT", {"learnin_rate": 1e-4}, "'learnin_rate' (0.0001): did you mean 'learning_rate' of SFTConfig?"),
         ("GRPO", {"reward_functions": []}, "did you mean 'reward_funcs'?"),
@@ -171,9 +179,9 @@ def test_training_arguments_are_still_taken_for_sft(tmp_path, llama):
     [
         ("SFT", {"max_seq_length": 2048}, "'max_seq_length' (2048): write max_length=2048"),
         ("SFT", {"max_prompt_length": 64}, "(64): set max_length=..., which limits prompt and completion together"),
-        ("SFT", {"tokenizer": object()}, "'tokenizer': pass processing_class=... to SFTTrainer"),
-        ("GRPO", {"tokenizer": object()}, "'tokenizer': pass processing_class=... to GRPOTrainer"),
-        ("SFT", {"peft_config": object()}, "pass peft_config=... to SFTTrainer"),
+        ("SFT", {"tokenizer": ANYTHING}, "'tokenizer': pass processing_class=... to SFTTrainer"),
+        ("GRPO", {"tokenizer": ANYTHING}, "'tokenizer': pass processing_class=... to GRPOTrainer"),
+        ("SFT", {"peft_config": ANYTHING}, "pass peft_config=... to SFTTrainer"),
         ("SFT", {"evaluation_strategy": "steps"}, "('steps'): write eval_strategy='steps'"),
         ("SFT", {"warmup_ratio": 0.03}, "(0.03): write warmup_steps=0.03"),
         ("SFT", {"group_by_length": True}, "set train_sampling_strategy='group_by_length'"),
@@ -182,7 +190,7 @@ def test_training_arguments_are_still_taken_for_sft(tmp_path, llama):
         ("SFT", {"atention_backend": "sdpa"}, "('sdpa'): did you mean 'attention_backend'?"),
         ("GRPO", {"max_prompt_length": 256}, "(256): TRL's GRPO takes prompts whole: filter the long ones out of"),
         ("GRPO", {"max_length": 256}, "(256): TRL's GRPO takes prompts whole"),
-        ("GRPO", {"vllm_sampling_params": object()}, "set temperature=..., top_p=..., top_k=..., min_p=..."),
+        ("GRPO", {"vllm_sampling_params": ANYTHING}, "set temperature=..., top_p=..., top_k=..., min_p=..."),
         ("GRPO", {"unsloth_num_chunks": -1}, "(-1): leave it out: the log-probabilities are computed in chunks"),
         ("GRPO", {"fast_inference": True}, "set use_vllm=True, vllm_mode='colocate'"),
         ("GRPO", {"gpu_memory_utilization": 0.6}, "write vllm_gpu_memory_utilization=0.6"),
@@ -203,6 +211,16 @@ def test_several_fields():
     first, prompt, warmup = message.splitlines()
     assert first == "GRPOConfig() got 2 unexpected keyword arguments:"
     assert prompt.startswith("  max_prompt_length=256: ") and warmup == "  warmup_ratio=0.1: write warmup_steps=0.1"
+
+
+def test_the_new_name_is_given_too(llama):
+    both = refusal(unsloth_trl.SFTConfig, **CPU, max_seq_length=5, max_length=7)
+    assert "'max_seq_length' (5): leave it out: its name is max_length now, which is given too" in both
+    args = unsloth_trl.SFTConfig(**CPU)
+    assert "its name is args now" in refusal(unsloth_trl.SFTTrainer, llama, args, training_args=args)
+    assert "'training_args': write args=..." in refusal(unsloth_trl.SFTTrainer, llama, training_args=args)
+    tokenizers = {"tokenizer": tiny_tokenizer(), "processing_class": tiny_tokenizer()}
+    assert "its name is processing_class now" in refusal(unsloth_trl.SFTTrainer, llama, args, **tokenizers)
 
 
 @pytest.mark.parametrize("name", ["push_to_hub_token", "hub_user_token", "wandb_api_key"])
