@@ -210,7 +210,7 @@ def _answer(
     new = RENAMED.get(name, name)
     if new in known:
         if new in given:
-            return f"leave it out: its name is {new} now, which is given too"
+            return f"write {_shown(new, value)} alone; {new} is its name now and is given too"
         return f"write {_shown(new, value)}"
     if new in elsewhere:
         return f"pass {_shown(new, value)} to {elsewhere[new]}"

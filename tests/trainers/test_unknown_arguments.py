@@ -215,12 +215,12 @@ def test_several_fields():
 
 def test_the_new_name_is_given_too(llama):
     both = refusal(unsloth_trl.SFTConfig, **CPU, max_seq_length=5, max_length=7)
-    assert "'max_seq_length' (5): leave it out: its name is max_length now, which is given too" in both
+    assert "(5): write max_length=5 alone; max_length is its name now and is given too" in both
     args = unsloth_trl.SFTConfig(**CPU)
-    assert "its name is args now" in refusal(unsloth_trl.SFTTrainer, llama, args, training_args=args)
+    assert "args is its name now and is given too" in refusal(unsloth_trl.SFTTrainer, llama, args, training_args=args)
     assert "'training_args': write args=..." in refusal(unsloth_trl.SFTTrainer, llama, training_args=args)
     tokenizers = {"tokenizer": tiny_tokenizer(), "processing_class": tiny_tokenizer()}
-    assert "its name is processing_class now" in refusal(unsloth_trl.SFTTrainer, llama, args, **tokenizers)
+    assert "processing_class is its name now" in refusal(unsloth_trl.SFTTrainer, llama, args, **tokenizers)
 
 
 @pytest.mark.parametrize("name", ["push_to_hub_token", "hub_user_token", "wandb_api_key"])
