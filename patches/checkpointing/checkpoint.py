@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..compilation.layers import through_own_forward
+from ..compilation.layers import compiler_errors, through_own_forward
 from .offload import Offloader, Saved, can_leave
 from .policy import Plan
 from .slab import HostMemoryError
+
+
+# Layers that a plan measures where a checkpoint can be within a compiled layer: the backward comes to them last, so
+# that the peak of the step is that of the others. The first two may be compiled, which is no time of theirs.
+MEASURED = 5
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):
@@ -86,11 +91,11 @@ class LayerCheckpoint:
         if action == "keep":
             return _retried(function, lambda run: run(*args, **_of_the_function(kwargs)))
         if not plan.notch.offload:
-            # the measurement of a plan is around a layer's second run
-            if plan.watch is None and hasattr(function, "goes_inside") and function.goes_inside(args):
+            measured = plan.watch is not None and self.index < MEASURED  # around a layer's second run
+            if not measured and hasattr(function, "goes_inside") and function.goes_inside(args):
                 try:
                     return function(*args, **_of_the_function(kwargs))
-                except torch._dynamo.exc.TorchDynamoException:
+                except compiler_errors():
                     function.comes_apart()
             options = self.options | kwargs
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -112,7 +117,7 @@ def _retried(function: Callable, call: Callable[[Callable], Any]) -> Any:
     """`call(function)`, once more without the compiler if that fails: a checkpoint cannot go on in the middle."""
     try:
         return call(function)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except compiler_errors() as error:
         if not hasattr(function, "give_up"):
             raise
         function.give_up(error)

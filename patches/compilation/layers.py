@@ -6,6 +6,7 @@ inside of its checkpoint, so that the plan decides from layer to layer and from 
 
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,45 @@ def _without_deprecations(forward: Callable) -> Callable:
     return forward
 
 
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What dynamo raises where it does not compile; the second, of another base, for code that it did too often."""
+    return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+
+
+def _own_code(function: Callable) -> Callable:
+    """
+    A copy of a function with a code object of its own, by which dynamo counts what it has compiled.
+
+    It stops, or raises, after a few: without a copy each model of a process would take from what is left to the next.
+    """
+    if not inspect.isfunction(function):
+        return function
+    copied = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _in_checkpoint(forward: Callable) -> Callable:
+    """A class's forward within a checkpoint that becomes part of its graph."""
+
+    def run(layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # the compiler repeats what it draws by itself, and cannot trace the reading of a random state
+        return checkpoint(
+            lambda hidden: forward(layer, hidden, *args, **kwargs),
+            hidden,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+
+    return run
+
+
 class LayerCompiler:
     """
     Compiles the forwards of one model's layers, and knows when not to use them.
@@ -86,8 +126,13 @@ class LayerCompiler:
         key = forward, checkpointed
         if key not in self._compiled:
             plain = _without_deprecations(forward)
-            run = functools.partial(_checkpointed, plain) if checkpointed else plain
-            self._compiled[key] = torch.compile(run, backend=self._compile_graph, fullgraph=checkpointed)
+            run = _own_code(_in_checkpoint(plain) if checkpointed else plain)
+            this = weakref.ref(self)  # dynamo keeps every backend for as long as the process lives
+
+            def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable:
+                return this()._compile_graph(graph, inputs, **kwargs)
+
+            self._compiled[key] = torch.compile(run, backend=compile_graph, fullgraph=checkpointed)
         return self._compiled[key]
 
     def _compile_graph(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable:
@@ -123,7 +168,9 @@ class LayerCompiler:
     def __str__(self) -> str:
         if self.failure is not None:
             return f"given up after {self.num_graphs} graphs ({self.failure})"
-        return f"one by one, each class once; {self.num_graphs} graphs compiled so far"
+        around = ", ".join(sorted(kind.__name__ for kind in self.apart))
+        outside = f"; checkpoints stay around {around}, not one graph" if around else ""
+        return f"one by one, each class once; {self.num_graphs} graphs compiled so far{outside}"
 
     def give_up(self, error: Exception) -> None:
         """Run everything as it is from here on, and say why."""
@@ -143,13 +190,6 @@ class LayerCompiler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         plan = state["_plan"]
         vars(self).update(state | {"_plan": None if plan is None else weakref.ref(plan)})
-
-
-def _checkpointed(forward: Callable, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # what draws random numbers in a layer is not compiled this way
-    return checkpoint(
-        lambda hidden: forward(layer, hidden, *args, **kwargs), hidden, use_reentrant=False, preserve_rng_state=False
-    )
 
 
 class CompiledForward(OwnForward[nn.Module]):
@@ -201,7 +241,7 @@ class CompiledForward(OwnForward[nn.Module]):
         try:
             inside = decision is not None and decision.inside
             return compiler.compiled(forward, inside)(layer, *args, **inputs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except compiler_errors() as error:
             if decision is not None:
                 raise  # what was saved until now is the checkpoint's, which begins again
             compiler.give_up(error)

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ from torch._dynamo.backends.common import aot_autograd
 
 import unsloth_trl
 from tests.numerics import assert_runs_close, make_trainer, run_sft
+from tests.patches.test_policy import FakeProbe
 from tests.tiny import tiny_model
 from tests.trainers.grpo_runs import run_ours
 from unsloth_trl.patches.attention import compiled, dispatch, patch
 from unsloth_trl.patches.attention import op as attention_op
 from unsloth_trl.patches.checkpointing import settings
+from unsloth_trl.patches.checkpointing.checkpoint import MEASURED
+from unsloth_trl.patches.checkpointing.patch import current_plan
 from unsloth_trl.patches.checkpointing.tiles import TiledForward
 from unsloth_trl.patches.compilation import layers
 from unsloth_trl.patches.compilation import patch as compilation
@@ -114,6 +119,22 @@ def in_graph(monkeypatch):
         return None if softcap is None and sinks is None and not dropout else "no reference"
 
     monkeypatch.setattr(dispatch, "refusal_of_any_layout", refusal)
+
+
+def test_a_plan_measures_some_layers_and_the_peak_of_the_others(in_graph, untranslated):
+    model, plain = (tiny_model("llama", num_hidden_layers=7).train() for _ in range(2))
+    for each, compile_layers in ((model, "on"), (plain, "off")):
+        each.gradient_checkpointing_enable()
+        apply_patches(each, PatchConfig(compile_layers=compile_layers))
+    plan = current_plan(model)
+    plan.measures, plan._probe = True, FakeProbe(40 * 2**30)
+    inputs = {"input_ids": torch.arange(9, 21)[None], "packed_layout": PackedLayout([5, 7]), "use_cache": False}
+    for each in (model, plain):
+        each(**inputs).logits.square().mean().backward()
+    assert plan.watch.num_runs == MEASURED == 5
+    assert not layers_of(model)[0].__dict__["forward"].compiler.apart
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_attention_within_the_graph(in_graph, untranslated):
@@ -292,7 +313,8 @@ def test_a_compiler_that_fails_leaves_the_run_as_it_is(policy, whole, monkeypatc
 
 
 def logits(model, **kwargs):
-    return model(input_ids=torch.arange(9, 21)[None], use_cache=False, **kwargs).logits
+    ids = {} if "inputs_embeds" in kwargs else {"input_ids": torch.arange(9, 21)[None]}
+    return model(**ids, use_cache=False, **kwargs).logits
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -346,6 +368,39 @@ def test_a_compiler_that_fails_later(failing, monkeypatch):
     off = run_sft(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
     assert len(calls) == failing and "no space left" in str(entry(on.trainer).detail)
     assert_runs_close(on, off, 1e-4)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_models_of_one_class_do_not_share_a_limit(checkpointed, in_graph, untranslated):
+    """Dynamo compiles a piece of code so often and no more; a sweep of runs in one process would get there."""
+    compilers = []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            model = tiny_model("llama")
+            if checkpointed:
+                model.gradient_checkpointing_enable()
+            apply_patches(model, PatchConfig(compile_layers="on", checkpoint_policy="recompute"))
+            logits(model, inputs_embeds=torch.ones(1, 12, 64).requires_grad_()).sum().backward()
+            compiler = layers_of(model)[0].__dict__["forward"].compiler
+            assert (compiler.num_graphs, compiler.apart, compiler.failure) == (1, set(), None)
+            compilers.append(weakref.ref(compiler))
+    del model, compiler
+    gc.collect()
+    assert [compiler() for compiler in compilers] == [None, None]
+
+
+def test_more_kinds_of_layers_than_dynamo_compiles(in_graph, untranslated):
+    kinds = {"target_modules": r".*layers\.0.*q_proj|.*layers\.1.*(v|up)_proj"}
+    with torch._dynamo.config.patch(recompile_limit=1):
+        on, off = (
+            run_sft(unsloth_trl, "llama", lora=True, lora_kwargs=kinds, compile_layers=value, **PACKED)
+            for value in ("on", "off")
+        )
+    assert_runs_close(on, off, 1e-4)
+    assert str(entry(on.trainer).detail) == (
+        "one by one, each class once; 2 graphs compiled so far; checkpoints stay around LlamaDecoderLayer, "
+        "not one graph"
+    )
 
 
 def tiled(model) -> int:
