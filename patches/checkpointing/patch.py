@@ -1,5 +1,6 @@
 """Installs the checkpoint of each decoder layer, so that disabling and enabling checkpointing keeps it."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -52,6 +53,13 @@ def foreign_options(options: dict[str, Any] | None) -> str | None:
     return None
 
 
+def _options_of(layers: list[nn.Module]) -> dict[str, Any] | None:
+    """Options that a checkpointed model was given before it had ours, unless they ask for another checkpoint."""
+    functions = (layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing)
+    options = next((f.keywords for f in functions if isinstance(f, functools.partial)), None)
+    return options if foreign_options(options) is None else None
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of the text decoder that can be checkpointed, in the order of the forward."""
     return [module for module in _decoder(model).modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -83,7 +91,7 @@ def apply(model: PreTrainedModel, config: PatchConfig) -> PatchEntry:
     enable = EnableCheckpointing(model, plan)
     model.gradient_checkpointing_enable = enable
     if any(layer.gradient_checkpointing for layer in layers):
-        enable.install()
+        enable.install(_options_of(layers))
     for module, place in tileable(_decoder(model), layers):
         module.forward = TiledForward(module, plan, place)
 

@@ -12,6 +12,7 @@ from tests.tiny import tiny_model
 from tests.trainers.graph_replay import graphed, replayed  # noqa: F401 (replayed: a fixture)
 from tests.trainers.grpo_runs import run_ours
 from unsloth_trl.data.collators import PackedDataCollator
+from unsloth_trl.patches.checkpointing.checkpoint import LayerCheckpoint
 from unsloth_trl.patches.checkpointing.policy import Plan
 from unsloth_trl.patches.checkpointing.settings import Notch
 from unsloth_trl.patches.compilation import layers
@@ -123,8 +124,18 @@ def test_compiling_within_a_run_changes_nothing(model_type, lora, policy, worthw
     # a forward of a LoRA layer's own would be other code in each layer
     assert not any(isinstance(m.__dict__.get("forward"), PlainLoraForward) for m in auto.trainer.model.modules())
     assert_runs_close(auto, off, 1e-4)
+    # put on again beside the layers, and still says why it is not
+    assert told(auto.trainer, "cuda_graphs") == "cuda_graphs='auto' is off: no CUDA device"
     auto.trainer.patch_report.remove()
     assert not compiled_layers(auto.trainer)
+
+
+def test_options_of_the_checkpoint_outlive_the_change(worthwhile):
+    options = {"use_reentrant": False, "determinism_check": "none"}
+    auto = run_sft(unsloth_trl, "llama", lora=True, gradient_checkpointing_kwargs=options, **PACKED)
+    assert compiled_layers(auto.trainer)[0].compiler.num_graphs > 0
+    checkpoint = base_model(auto.trainer.model).model.layers[1]._gradient_checkpointing_func
+    assert isinstance(checkpoint, LayerCheckpoint) and checkpoint.options == options
 
 
 def test_grpo_compiles_within_a_run(worthwhile):

@@ -81,6 +81,7 @@ class AutoCompilation(TrainerCallback):
         self._times: list[StepTime] = []
         self._time: StepTime | None = None  # of the step that is measured now
         self._began = 0.0
+        self._texts: dict[str, str] = {}  # what the patch report says of each switch
         for name, reason in refusals.items():
             self._tell(name, f"{name}='auto' is off: {reason}" if reason else f"{name}='auto': not decided yet")
 
@@ -156,14 +157,18 @@ class AutoCompilation(TrainerCallback):
         self.config = dataclasses.replace(self.config, **dict.fromkeys(names, "on"))
         trainer._patch_again(self.config, names[0])
         for name in names:
-            self._tell(name, f"{name}='auto' is on since step {self.steps}: {why}")
+            self._texts[name] = f"{name}='auto' is on since step {self.steps}: {why}"
+        for name, text in self._texts.items():  # the patches that were put on again have entries of their own
+            self._tell(name, text)
         if self.undecided:
             self._next = self.steps + SETTLED
 
     def _tell(self, name: str, text: str) -> None:
         """Say it in the patch report, beside what the patch says of itself."""
+        self._texts[name] = text
         entry = self.trainer().patch_report[ENTRIES[name]]
-        entry.detail = _Beside(text, entry.detail) if entry.applied else text
+        live = entry.detail.live if isinstance(entry.detail, _Beside) else entry.detail
+        entry.detail = _Beside(text, live) if entry.applied else text
 
 
 @dataclasses.dataclass
