@@ -7,10 +7,18 @@ import torch
 from torch.utils.data import DataLoader
 
 import unsloth_trl
-from tests.numerics import assert_runs_close, make_trainer, masked_rows, run_sft
+from tests.numerics import (
+    assert_logs_close,
+    assert_runs_close,
+    assert_updates_close,
+    make_trainer,
+    masked_rows,
+    run_sft,
+)
 from tests.tiny import tiny_model
 from tests.trainers.graph_replay import graphed, replayed  # noqa: F401 (replayed: a fixture)
 from tests.trainers.grpo_runs import run_ours
+from tests.trainers.ranks import run_on_two_ranks
 from unsloth_trl.data.collators import PackedDataCollator
 from unsloth_trl.patches.checkpointing.checkpoint import LayerCheckpoint
 from unsloth_trl.patches.checkpointing.policy import Plan
@@ -157,6 +165,28 @@ def test_graphs_within_a_run_change_nothing(captures, worthwhile, monkeypatch):
     assert decoder.replays + decoder.others == auto.trainer.state.global_step - DECIDED
     assert "; cuda_graphs='auto' is on since step 5: " in told(auto.trainer, "cuda_graphs")
     assert_runs_close(auto, off, 2e-5)
+
+
+def test_a_collator_of_the_users_own_is_left_alone(captures, worthwhile, monkeypatch):
+    monkeypatch.setattr(compiling, "LAUNCH_BOUND", 2.0)
+    trainer = make_trainer(unsloth_trl, "llama", lora=True, compile_layers="off", **PACKED)
+    packed = trainer.data_collator
+    trainer.data_collator = lambda examples: packed(examples)
+    trainer.train()
+    assert "is on since step 5: " in told(trainer, "cuda_graphs") and not packed.is_static
+
+
+def test_two_processes_decide_at_the_same_step(tmp_path):
+    """As the first one does, though the second one's machine differs."""
+    case = PACKED | {"max_steps": DECIDED + 2, "rows": masked_rows(40, seed=5)}
+    torch.save(case, tmp_path / "case.pt")
+    for rank in run_on_two_ranks("compiling_worker.py", tmp_path, str(tmp_path / "case.pt"), str(tmp_path)):
+        auto, off = rank["auto"], rank["off"]
+        assert auto["num_graphs"] > 0 and off["num_graphs"] == 0
+        assert "; compile_layers='auto' is on since step 5: " in auto["details"]["compilation"]
+        assert auto["details"]["cuda_graphs"] == "cuda_graphs='auto' is off: no measured gain with several processes"
+        assert_logs_close(auto["logs"], off["logs"], 1e-4)
+        assert_updates_close(auto["updates"], off["updates"], 1e-4)
 
 
 def test_a_device_that_waits_once_layers_are_compiled(captures, worthwhile, monkeypatch):

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, broadcast_object_list
 from transformers import TrainerCallback
 
+from ..data.collators import PackedDataCollator
 from ..patches.attention.patch import text_decoder
 from ..patches.compilation import patch as compilation
 from ..patches.config import PatchConfig
@@ -231,6 +232,10 @@ class Compiling:
             refusals["compile_layers"] = _why_not_compiled(self)
         if config.cuda_graphs == "auto":
             refusals["cuda_graphs"] = _why_not_captured(self, skip)
+        if self.accelerator.num_processes > 1:
+            told = [refusals]
+            broadcast_object_list(told)  # machines may differ, and all processes have to decide at the same steps
+            refusals = told[0]
         if refusals:
             self._auto = AutoCompilation(self, config, refusals)
             self.add_callback(self._auto)
@@ -240,7 +245,9 @@ class Compiling:
         reapply(self.patch_report, config, _PATCHES[switch], self._skip)
         if "checkpointing" in _PATCHES[switch]:
             self._take_plan()
-        if config.cuda_graphs == "on" and "cuda_graphs" not in self._skip:
+        # it may have been exchanged for one of the user's
+        packs = isinstance(self.data_collator, PackedDataCollator)
+        if config.cuda_graphs == "on" and "cuda_graphs" not in self._skip and packs:
             self.data_collator.is_static.fill_(True)
 
     def _before_micro_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
