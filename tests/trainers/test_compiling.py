@@ -155,6 +155,17 @@ def test_grpo_compiles_within_a_run(worthwhile):
     assert_runs_close(auto, off, 1e-4)
 
 
+def test_the_reference_model_follows(worthwhile):
+    fields = {"max_steps": 7, "beta": 0.1}
+    auto = run_ours("llama", **fields)
+    off = run_ours("llama", compile_layers="off", **fields)
+    forward = auto.trainer.ref_model.model.layers[0].__dict__["forward"]
+    assert forward.compiler.num_graphs > 0 and forward.compiler is not compiled_layers(auto.trainer)[0].compiler
+    assert_runs_close(auto, off, 1e-4)
+    auto.trainer.patch_report.remove()
+    assert "forward" not in auto.trainer.ref_model.model.layers[0].__dict__
+
+
 def test_graphs_within_a_run_change_nothing(captures, worthwhile, monkeypatch):
     monkeypatch.setattr(compiling, "LAUNCH_BOUND", 2.0)  # everything is
     fields = PACKED | {"compile_layers": "off"}

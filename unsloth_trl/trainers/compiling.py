@@ -16,6 +16,7 @@ from ..patches.compilation import patch as compilation
 from ..patches.config import PatchConfig
 from ..patches.quantization.experts import is_experts
 from ..patches.registry import base_model, reapply
+from ..patches.report import PatchReport
 
 
 logger = get_logger(__name__)
@@ -224,6 +225,7 @@ class Compiling:
 
     _auto: AutoCompilation | None = None
     _skip: dict[str, str] = {}
+    _reference: tuple[PatchReport, dict[str, str]] | None = None  # of another model that has the same patches
 
     def _start_compiling(self, config: PatchConfig, skip: dict[str, str]) -> None:
         self._skip = skip
@@ -243,6 +245,9 @@ class Compiling:
     def _patch_again(self, config: PatchConfig, switch: str) -> None:
         """Put the patches that depend on a switch on again, between two steps."""
         reapply(self.patch_report, config, _PATCHES[switch], self._skip)
+        if self._reference is not None:
+            report, skip = self._reference
+            reapply(report, config, _PATCHES[switch], skip)
         if "checkpointing" in _PATCHES[switch]:
             self._take_plan()
         # it may have been exchanged for one of the user's

@@ -148,11 +148,9 @@ class GRPOTrainer(GenerationCycle, Publishing, Compiling, MemoryPlanning, trl.GR
         if self.ref_model is not None:
             frozen = skip | {"checkpointing": "it has no backward"}
             reference = apply_patches(self.accelerator.unwrap_model(self.ref_model), config, skip=frozen)
-            self.patch_report.add(
-                PatchEntry(
-                    "reference model", ("ref_model",), "the same patches", undo=lambda model: reference.remove()
-                )
-            )
+            self._reference = reference, frozen
+            entry = PatchEntry("reference model", ("ref_model",), "the same patches", lambda model: reference.remove())
+            self.patch_report.add(entry)
         self._report_trainer()
 
     @property
