@@ -30,7 +30,7 @@ from unsloth_trl.patches.registry import apply_patches, base_model
 
 
 # MoE layers come apart into more graphs than dense ones
-SEVERAL = ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+SEVERAL = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 PACKED = {
     "packing": True,
     "max_length": 24,
