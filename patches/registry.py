@@ -38,7 +38,14 @@ def current_report(model: nn.Module) -> PatchReport | None:
     return None if report is None or report.removed else report
 
 
-def _patches() -> tuple[tuple[str, Callable[[PreTrainedModel, PatchConfig], PatchEntry]], ...]:
+_Apply = Callable[[PreTrainedModel, PatchConfig], PatchEntry]
+
+
+def _put_on(name: str, apply: _Apply, model: PreTrainedModel, config: PatchConfig, skip: dict[str, str]) -> PatchEntry:
+    return PatchEntry(name, (), skip[name]) if name in skip else apply(model, config)
+
+
+def _patches() -> tuple[tuple[str, _Apply], ...]:
     # they import transformers models' interfaces: at call time, so that this module stays light
     from .attention import patch as attention
     from .checkpointing import patch as checkpointing
@@ -83,7 +90,7 @@ def apply_patches(
     entries = []
     for name, apply in _patches():
         try:
-            entries.append(PatchEntry(name, (), skip[name]) if name in skip else apply(base, config))
+            entries.append(_put_on(name, apply, base, config, skip))
         except Exception:
             PatchReport(base, entries).remove()  # a refusal leaves the model as it was
             raise
@@ -111,9 +118,7 @@ def reapply(report: PatchReport, config: PatchConfig, names: tuple[str, ...], sk
     for entry in reversed(report.entries):
         if entry.name in names and entry.undo is not None:
             entry.undo(model)
-            entry.modules, entry.detail, entry.undo = (), "taken out", None
+            vars(entry).update(vars(PatchEntry(entry.name, (), "taken out")))
     for name, apply in _patches():
         if name in names:
-            new = PatchEntry(name, (), skip[name]) if name in skip else apply(model, config)
-            entry = report[name]
-            entry.modules, entry.detail, entry.undo = new.modules, new.detail, new.undo
+            vars(report[name]).update(vars(_put_on(name, apply, model, config, skip)))

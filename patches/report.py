@@ -69,7 +69,7 @@ class PatchReport:
 
     def remove(self) -> None:
         """Take every applied patch out again, the last one first. Does nothing the second time."""
-        model = self._model()
+        model = self.model
         if not self.removed and model is not None:
             for entry in reversed(self.entries):
                 if entry.undo is not None:

@@ -14,7 +14,8 @@ from transformers import BatchEncoding
 from tests.tiny import tiny_model, tiny_tokenizer
 from unsloth_trl import __version__, cli, demo
 from unsloth_trl.demo import DemoResult
-from unsloth_trl.demo_folder import ADAPTER_FILES, DemoError, output_folder
+from unsloth_trl.demo_folder import DemoError, output_folder
+from unsloth_trl.hub.checkpoints import ADAPTER_FILES
 from unsloth_trl.models.smollm2 import ModelSource, ModelUnavailableError
 
 

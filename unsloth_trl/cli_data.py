@@ -10,6 +10,7 @@ from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 from .cli import CommandError
 from .hub.card import is_local
+from .messages import first_line
 
 
 logger = get_logger(__name__)
@@ -55,8 +56,9 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Any:
     try:
         return load_dataset(source, name=script.dataset_config, streaming=script.dataset_streaming)
     except ConnectionError as error:
+        said = first_line(error).rstrip(".")
         raise CommandError(
-            f"--dataset_name {name}: there is no such file or folder here, and from the Hub: {first_line(error)}"
+            f"--dataset_name {name}: there is no such file or folder here, and from the Hub: {said}"
         ) from error
     except DatasetsError as error:
         raise _unreadable(name, error) from error
@@ -67,7 +69,7 @@ def _unreadable(name: str, error: DatasetsError) -> CommandError:
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
-    return CommandError(f"--dataset_name {name} cannot be read: {first_line(first)}")
+    return CommandError(f"--dataset_name {name} cannot be read: {first_line(first).rstrip('.')}")
 
 
 def take_split(dataset: Any, split: str, field: str) -> Dataset | IterableDataset:
@@ -127,8 +129,3 @@ def dataset_names(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str
         paths = [entry.path for entry in mixture.datasets]
         return [path for path in paths if not Path(path).exists() and path not in _BUILDERS.values()] or None
     return script.dataset_name
-
-
-def first_line(error: BaseException) -> str:
-    """The message of an error without what follows its first line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

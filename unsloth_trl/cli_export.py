@@ -13,6 +13,7 @@ from .cli import CommandError
 from .hub.card import BaseModel, base_of, is_local
 from .hub.checkpoints import check_one_kind
 from .hub.push import lay_out_gguf, prepare_repository, upload_model
+from .messages import first_line
 
 
 def run_merge(options: argparse.Namespace) -> int:
@@ -107,7 +108,7 @@ def _load(options: argparse.Namespace, adapter: PeftConfig | None) -> tuple[Any,
     try:
         config = AutoConfig.from_pretrained(source.name, trust_remote_code=own_code, **source.kwargs)
     except OSError as error:
-        first = str(error).splitlines()[0]
+        first = first_line(error)
         if adapter is None:
             raise CommandError(f"{whole} is no folder here with a model, and from the Hub: {first}") from error
         raise CommandError(

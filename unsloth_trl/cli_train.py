@@ -26,9 +26,11 @@ from trl import (
 from trl.scripts.grpo import GRPOScriptArguments
 
 from .cli import CommandError
-from .cli_data import check_columns, dataset_names, first_line, load_data, take_split
+from .cli_data import check_columns, dataset_names, load_data, take_split
 from .config import GRPOConfig, SFTConfig
 from .hub.card import is_local
+from .hub.checkpoints import existing_part
+from .messages import first_line
 
 
 logger = get_logger(__name__)
@@ -255,17 +257,18 @@ def _check(command: str, parsed: _Parsed) -> None:
             trust_remote_code=parsed.training.trust_remote_code,
         )
     except (OSError, ValueError) as error:
+        said = first_line(error).rstrip(".")
         where = "in that folder" if folder.is_dir() else "there is no such folder here, and from the Hub"
         raise CommandError(
-            f"--model_name_or_path {model.model_name_or_path}: {where}: {first_line(error)}; pass a folder with a "
-            "model or a name on the Hub"
+            f"--model_name_or_path {model.model_name_or_path}: {where}: {said}; pass a folder with a model or a "
+            "name on the Hub"
         ) from error
 
 
 def _check_output(output: str) -> None:
     """Say that nothing can be written before anything is loaded, and not after."""
     folder = Path(output).absolute()
-    place = next(path for path in (folder, *folder.parents) if path.exists())
+    place = existing_part(folder)
     if not place.is_dir():
         raise CommandError(f"--output_dir {output}: {place} is a file; name another folder")
     if not os.access(place, os.W_OK):

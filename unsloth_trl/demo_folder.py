@@ -5,8 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+from unsloth_trl.hub.checkpoints import adapter_files, taking_folders_back
 
 
 class DemoError(RuntimeError):
@@ -27,15 +26,9 @@ def output_folder(output_dir: str | None) -> Iterator[Path]:
         DemoError: If it holds an adapter, or cannot be written.
     """
     folder = _choose(output_dir)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
+    with taking_folders_back(folder):
         _try_out(folder)
         yield folder
-    except BaseException:
-        for path in made:
-            with contextlib.suppress(OSError):  # it is not empty, or was never made
-                path.rmdir()
-        raise
 
 
 def _choose(output_dir: str | None) -> Path:
@@ -46,7 +39,7 @@ def _choose(output_dir: str | None) -> Path:
             folder = Path(f"unsloth_trl_demo-{next(numbers)}")
     else:
         folder = Path(output_dir)
-    if present := [name for name in ADAPTER_FILES if (folder / name).exists()]:
+    if present := adapter_files(folder):
         raise DemoError(
             f"--output_dir {folder} holds the adapter of another run ({present[0]}); pass another folder or delete it"
         )

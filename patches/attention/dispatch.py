@@ -8,11 +8,10 @@ from ..kernels import has_triton
 from ..layout import PackedLayout
 from .flash_4 import flash_4_refusal, missing
 from .fused import fused_refusal
-from .op import refusal_of_any_layout
+from .op import HALF, refusal_of_any_layout
 from .shared import level_refusal
 
 
-HALF = (torch.float16, torch.bfloat16)
 GRAPHS = ("triton", "flash_attention_2")  # what reads a row's boundaries on the device alone
 
 

@@ -12,6 +12,7 @@ import warnings
 import torch
 
 from ..layout import PackedLayout
+from .op import HALF, plain_refusal
 
 
 PACKAGE = "flash-attn-4"
@@ -56,13 +57,9 @@ def flash_4_refusal(
     """Why FlashAttention-4 cannot take this call, or `None` if it can. Head size is the last dimension."""
     if layout.parents is not None:
         return "segments with parents (shared prompts)"
-    if softcap is not None:
-        return f"soft-capping ({softcap})"
-    if sinks is not None:
-        return "attention sinks"
-    if dropout:
-        return f"attention dropout ({dropout})"
-    if query.dtype not in (torch.float16, torch.bfloat16):
+    if (refused := plain_refusal(softcap, sinks, dropout)) is not None:
+        return refused
+    if query.dtype not in HALF:
         return f"dtype {query.dtype}"
     device, size = query.device, query.shape[-1]
     if size != value.shape[-1]:

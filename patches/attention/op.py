@@ -14,6 +14,7 @@ from .heads import backward_by_heads
 from .reference import varlen_attention_backward_reference, varlen_attention_reference
 
 
+HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
 
@@ -160,19 +161,24 @@ def device_supports_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def refusal_of_any_layout(
-    query: torch.Tensor, value: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None, dropout: float
-) -> str | None:
-    """Why FlashAttention-2 cannot take such a call, whatever its layout, or `None` if it can."""
+def plain_refusal(softcap: float | None, sinks: torch.Tensor | None, dropout: float) -> str | None:
+    """What FlashAttention's softmax is not asked for, or `None`."""
     if softcap is not None:
         return f"soft-capping ({softcap})"
     if sinks is not None:
         return "attention sinks"
-    if dropout:
-        return f"attention dropout ({dropout})"
+    return f"attention dropout ({dropout})" if dropout else None
+
+
+def refusal_of_any_layout(
+    query: torch.Tensor, value: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None, dropout: float
+) -> str | None:
+    """Why FlashAttention-2 cannot take such a call, whatever its layout, or `None` if it can."""
+    if (refused := plain_refusal(softcap, sinks, dropout)) is not None:
+        return refused
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
         return f"head size {max(query.shape[-1], value.shape[-1])} over {MAX_HEAD_DIM}"
-    if query.dtype not in (torch.float16, torch.bfloat16):
+    if query.dtype not in HALF:
         return f"dtype {query.dtype}"
     if not device_supports_flash(query.device):
         return f"device {query.device} (needs CUDA sm_80 or newer)"

@@ -82,7 +82,7 @@ class Plan:
     def follow(self, earlier: "Plan") -> None:
         """Go on from another plan of the same model, whose layers save something else from now on."""
         self.changes = list(earlier.changes)
-        self.reserve, self.measures, self._probe = earlier.reserve, earlier.measures, earlier._probe
+        self._probe = earlier._probe
         if earlier.fixed:
             self.fixed, self.planned_tokens = True, earlier.planned_tokens
             self.notch, self._refused = earlier.notch, earlier._refused

@@ -2,6 +2,7 @@
 
 All layers of a class share one compiled function: dynamo takes a layer's weights as inputs. The layer is compiled
 inside of its checkpoint, so that the plan decides from layer to layer and from batch to batch as it does uncompiled.
+Where a layer is one graph and is computed again from an input on the device, the checkpoint is within the graph.
 """
 
 import functools
@@ -101,6 +102,7 @@ class LayerCompiler:
     Attributes:
         num_graphs (`int`): Graphs that have been compiled.
         failure (`str` or `None`): Why nothing is compiled any more.
+        apart (`set[type]`): Layers that come in several graphs, whose checkpoints stay around them.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class LayerCompiler:
         self._plan = None if plan is None else weakref.ref(plan)
         self.num_graphs = 0
         self.failure: str | None = None
-        self.apart: set[type[nn.Module]] = set()  # layers that come in several graphs
+        self.apart: set[type[nn.Module]] = set()
         self._compiled: dict[tuple[Callable, bool], Callable] = {}
 
     def compiled(self, forward: Callable, checkpointed: bool = False) -> Callable:
@@ -229,7 +231,7 @@ class CompiledForward(OwnForward[nn.Module]):
             kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         compiled = None if decision is None else decision.compiled
         if compiled is None:
-            compiled = compiler.wants(args[0] if args else None, kwargs) and not self.is_hooked()
+            compiled = self.wants(args[0] if args else None, kwargs)
         if decision is not None:
             decision.compiled = compiled
         if not compiled:
@@ -247,12 +249,14 @@ class CompiledForward(OwnForward[nn.Module]):
             compiler.give_up(error)
             return forward(layer, *args, **kwargs)
 
-    def is_hooked(self) -> bool:
-        """Whether somebody's hooks are on the layer's parts."""
+    def wants(self, hidden: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether this call is to run compiled; see `LayerCompiler.wants`."""
+        if not self.compiler.wants(hidden, kwargs):
+            return False
         # all layers share one graph, in which one layer's hooks would be all layers'
         if self._hooks is None:
             self._hooks = HookWatch(self.owner)
-        return self._hooks.found()
+        return not self._hooks.found()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_hooks": None, "decision": None}
@@ -281,7 +285,7 @@ class _Checkpointed:
         """
         forward = self.forward
         hidden = args[0] if args else self.function.keywords.get("hidden_states")
-        self.compiled = forward.compiler.wants(hidden, self.function.keywords) and not forward.is_hooked()
+        self.compiled = forward.wants(hidden, self.function.keywords)
         self.inside = self.compiled and forward.whole and type(forward.owner) not in forward.compiler.apart
         return self.inside
 

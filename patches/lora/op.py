@@ -83,10 +83,14 @@ def lora_linear_backward(
     return adapter_gradients(grad, x, weight if needs_x else None, lora_A, lora_B, x_A, scaling)
 
 
+def gradients_like(x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, needs_x: bool) -> tuple:
+    """Of the shapes that `adapter_gradients` returns, for a compiler."""
+    return x.new_empty(x.shape if needs_x else 0), lora_A.new_empty(lora_A.shape), lora_B.new_empty(lora_B.shape)
+
+
 @lora_linear_backward.register_fake
 def _(grad, x, weight, lora_A, lora_B, x_A, scaling, needs_x):
-    grad_x = x.new_empty(x.shape) if needs_x else x.new_empty(0)
-    return grad_x, lora_A.new_empty(lora_A.shape), lora_B.new_empty(lora_B.shape)
+    return gradients_like(x, lora_A, lora_B, needs_x)
 
 
 def _setup(ctx, inputs, output):

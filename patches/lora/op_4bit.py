@@ -2,7 +2,7 @@
 
 import torch
 
-from .op import adapter_gradients, add_product
+from .op import adapter_gradients, add_product, gradients_like
 
 
 NESTED_BLOCKSIZE = 256  # of the scales' scales: the only one that bitsandbytes' product takes
@@ -98,8 +98,7 @@ def lora_linear_4bit_backward(
 @lora_linear_4bit_backward.register_fake
 def _(grad, x, *rest):
     lora_A, lora_B, _, _, needs_x = rest[-5:]
-    grad_x = x.new_empty(x.shape) if needs_x else x.new_empty(0)
-    return grad_x, lora_A.new_empty(lora_A.shape), lora_B.new_empty(lora_B.shape)
+    return gradients_like(x, lora_A, lora_B, needs_x)
 
 
 def _setup(ctx, inputs, output):

@@ -131,7 +131,7 @@ def check_disk(target: Path, num_bytes: int) -> None:
     Raises:
         OSError: With what is needed and what is free.
     """
-    place = next(path for path in (target.parent, *target.parent.parents) if path.exists())
+    place = existing_part(target.parent)
     free, needed = shutil.disk_usage(place).free, num_bytes + _SPARE
     if free >= needed:
         return
@@ -141,6 +141,24 @@ def check_disk(target: Path, num_bytes: int) -> None:
         f"not enough disk for save_directory={str(target)!r}: {needed / 2**30:.2f} GiB are needed, {free / 2**30:.2f} "
         f"GiB are free in {place}. Nothing was written; free some space or name a folder on another disk.{more}"
     )
+
+
+def existing_part(path: Path) -> Path:
+    """`path`, or the closest of the folders that it is to be in that is there."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+@contextlib.contextmanager
+def taking_folders_back(folder: Path) -> Iterator[None]:
+    """What is made of a folder, and of those that it is in, goes again if that fails before something is in it."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in made:  # innermost first
+            with contextlib.suppress(OSError):  # it is not empty, or was never made
+                path.rmdir()
+        raise
 
 
 @contextlib.contextmanager
@@ -157,20 +175,17 @@ def replacing(target: Path) -> Iterator[Path]:
     Yields:
         `Path`: An empty folder.
     """
-    made = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex[:8]
     fresh, old = (target.with_name(f".{target.name}{_MARK}{mark}{end}") for end in ("", "-old"))
-    try:
-        fresh.mkdir()  # with the user's own permissions, unlike a folder of tempfile
-        yield fresh
-        _swap(target, fresh, old)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        for folder in made:  # innermost first
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
+    with taking_folders_back(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fresh.mkdir()  # with the user's own permissions, unlike a folder of tempfile
+            yield fresh
+            _swap(target, fresh, old)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
 
 
 def _swap(target: Path, fresh: Path, old: Path) -> None:

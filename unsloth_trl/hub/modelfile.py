@@ -16,6 +16,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from ..messages import first_line
+
 
 Message = dict[str, str]
 
@@ -124,7 +126,7 @@ def cut_template(tokenizer: PreTrainedTokenizerBase, adds_bos: bool) -> Turns:
     except InexpressibleTemplateError:
         raise
     except Exception as error:  # a template may raise anything, for a conversation that it does not like
-        raise InexpressibleTemplateError(f"it does not render a conversation ({_first_line(error)})") from error
+        raise InexpressibleTemplateError(f"it does not render a conversation ({first_line(error)})") from error
     if again != first_user:
         raise InexpressibleTemplateError("what it puts before a message depends on what comes later")
     # what ends a turn, apart from what starts the next one; some templates end the whole text in another way
@@ -176,7 +178,7 @@ def _compare(turns: Turns, render) -> None:
             try:
                 expected = render(*messages, generation=True)
             except Exception as error:
-                raise InexpressibleTemplateError(f"it does not render a dialogue ({_first_line(error)})") from error
+                raise InexpressibleTemplateError(f"it does not render a dialogue ({first_line(error)})") from error
             if turns.render([{"role": role, "content": content} for role, content in messages]) != expected:
                 raise InexpressibleTemplateError("a dialogue rendered in turns is not what the tokenizer renders")
 
@@ -238,7 +240,3 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase, after_assistant: str) -> list
 
 def _quoted(text: str) -> str:
     return f'"""{text}"""' if '"' in text or "\n" in text else json.dumps(text, ensure_ascii=False)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

