@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [(100, 60, 96), (30, 200, 26), (90, 90, 76), (256,), (1, 254, 1), (128, 128)]
 
 
-def make(model_type, four_bits=False, **config):
-    sizes = {"moe_intermediate_size": 32} if model_type == "qwen3_moe" else {}
+def make(model_type, four_bits=False, sizes=None, **config):
+    sizes = ({"moe_intermediate_size": 32} if model_type == "qwen3_moe" else {}) | (sizes or {})
     model = tiny_model(model_type, **sizes).to("cuda", torch.bfloat16)
     if four_bits:
         quantize_experts_(model)
@@ -153,8 +153,10 @@ def compiler_of(model):
 def test_compiled_layers_are_as_exact(model_type):
     """The error against fp32, of the output and of all gradients, is at most 1.5 times that of the plain run."""
     torch._dynamo.reset()
-    truth = make(model_type, attention_backend="sdpa").float()
-    plain, compiled = (make(model_type, compile_layers=on) for on in ("off", "on"))
+    # every expert has every token: with fewer, a rounding sends a token elsewhere, and that is all of the error
+    sizes = {"num_experts_per_tok": 4} if model_type == "qwen3_moe" else {}
+    truth = make(model_type, sizes=sizes, attention_backend="sdpa").float()
+    plain, compiled = (make(model_type, sizes=sizes, compile_layers=on) for on in ("off", "on"))
     for seed, lengths in enumerate(LENGTHS[:3]):
         expected = run(truth, lengths, seed, autocast=False)
         assert expected[0].dtype == torch.float32

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import unsloth_trl
 from tests.numerics import run_sft
+from tests.trainers.ranks import leave
 from unsloth_trl.patches.compilation import patch as compilation
 from unsloth_trl.patches.registry import base_model
 from unsloth_trl.trainers import compiling
@@ -35,7 +35,7 @@ def main(case_file: str, folder: str) -> None:
         number = 0 if layer is None else layer.compiler.num_graphs
         results[value] = {"logs": run.logs, "updates": run.updates, "details": details, "num_graphs": number}
     torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

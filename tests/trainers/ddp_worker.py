@@ -10,6 +10,7 @@ import trl
 import unsloth_trl
 from tests.numerics import run_sft
 from tests.trainers.grpo_runs import run_oracle, run_ours
+from tests.trainers.ranks import leave
 from unsloth_trl.patches.checkpointing import offload, settings
 
 
@@ -31,7 +32,7 @@ def main(cases_file: str, folder: str) -> None:
         updates = {key.removeprefix("module."): value for key, value in run.updates.items()}
         results[name] = (run.logs, updates)
     torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.tiny import tiny_model
+from tests.trainers.ranks import leave
 from unsloth_trl import PatchConfig, apply_patches
 from unsloth_trl.patches.checkpointing import offload, settings
 from unsloth_trl.patches.checkpointing.patch import current_plan
@@ -40,7 +41,7 @@ def main(folder: str) -> None:
         results[policy_name] = gradients(policy_name, 0)
     results["tiles"] = gradients("offload", 8)
     torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tests.numerics import snapshot
+from tests.trainers.ranks import leave
 from tests.trainers.resume_runs import log_of, make
 
 
@@ -45,7 +46,7 @@ def main(cases_file: str, folder: str) -> None:
             results[name, "stopped"] = (str(stop), interrupted.state.global_step)
         results[name, "after"] = run(make(folder=own / "interrupted", **case), resume_from_checkpoint=True)
     torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
