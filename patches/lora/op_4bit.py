@@ -1,14 +1,39 @@
-"""`lora_linear` over a weight of bitsandbytes' 4-bit format, whose products are bitsandbytes' own ops."""
+"""`lora_linear` over a weight of bitsandbytes' 4-bit format.
+
+On a GPU the weight comes back by our own kernel, into memory that the allocator hands from one layer to the next, and
+cuBLAS multiplies. Elsewhere, and for as few rows as an answer that is being generated has, bitsandbytes does both.
+"""
+
+import functools
 
 import torch
+import torch.nn.functional as F
 
+from ..kernels import use_kernels
+from ..quantization.op import BLOCKSIZES, DTYPES, dequantize_nf4_triton
 from .op import adapter_gradients, add_product, gradients_like
 
 
 NESTED_BLOCKSIZE = 256  # of the scales' scales: the only one that bitsandbytes' product takes
+FEW_ROWS = 512  # up to some number of them bitsandbytes multiplies without a dense weight, whatever the card
+
+
+@functools.cache
+def _code(quant_type: str, device: torch.device) -> torch.Tensor:
+    """The value of each digit, on the device."""
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type(quant_type, device=device)
+
+
+def _is_ours(x: torch.Tensor, blocksize: int, dtype: torch.dtype) -> bool:
+    return use_kernels(x) and blocksize in BLOCKSIZES and dtype in DTYPES
 
 
 def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset):
+    quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
+    if _is_ours(x, blocksize, x.dtype) and x.numel() > FEW_ROWS * x.shape[-1]:
+        return F.linear(x, _weight(*quantized, dtype=x.dtype))
     return torch.ops.bitsandbytes.gemm_4bit.default(
         x,
         packed,
@@ -23,6 +48,22 @@ def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absma
 
 
 def _weight(packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset, dtype):
+    if _is_ours(packed, blocksize, dtype):
+        out = torch.empty(shape, dtype=dtype, device=packed.device)
+        nested = absmax_8bit is not None
+        dequantize_nf4_triton(
+            packed,
+            absmax_8bit if nested else absmax,
+            _code(quant_type, packed.device),
+            absmax if nested else None,
+            absmax_code,
+            absmax_offset,
+            blocksize,
+            NESTED_BLOCKSIZE,
+            0,
+            out,
+        )
+        return out
     ops = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         absmax = ops.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, NESTED_BLOCKSIZE, torch.float32)

@@ -91,24 +91,25 @@ def dequantize_nf4_triton(
     blocks = max(TILE // blocksize, 1)
     nested = nested_absmax is not None
     grid = (triton.cdiv(triton.cdiv(end, blocksize) - start // blocksize, blocks),)
-    dequantize_nf4_kernel[grid](
-        packed,
-        absmax,
-        code,
-        nested_absmax if nested else absmax,
-        nested_code if nested else code,
-        offset if nested else code,
-        out,
-        start,
-        end,
-        NESTED=nested,
-        NESTED_BLOCKSIZE=nested_blocksize,
-        BLOCKSIZE=blocksize,
-        BLOCKS=blocks,
-        EVEN=start % blocksize == 0 and out.numel() % (blocks * blocksize) == 0,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(packed):
+        dequantize_nf4_kernel[grid](
+            packed,
+            absmax,
+            code,
+            nested_absmax if nested else absmax,
+            nested_code if nested else code,
+            offset if nested else code,
+            out,
+            start,
+            end,
+            NESTED=nested,
+            NESTED_BLOCKSIZE=nested_blocksize,
+            BLOCKSIZE=blocksize,
+            BLOCKS=blocks,
+            EVEN=start % blocksize == 0 and out.numel() % (blocks * blocksize) == 0,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 @torch.library.custom_op("unsloth_trl::dequantize_nf4", mutates_args=("out",), device_types="cuda")

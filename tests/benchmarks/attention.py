@@ -91,7 +91,7 @@ SWEEP = {
 def sweep(layout) -> None:
     """One direction after the other, the other two as they are; the best is used from here on."""
     chosen = {part: fused.blocks_for(200 * 1024, torch.bfloat16, a.size, part) for part in SWEEP}
-    fused.blocks_for = lambda shared, dtype, size, part: chosen[part]
+    fused.blocks_for = lambda shared, dtype, size, part, long=False: chosen[part]
     for part, candidates in SWEEP.items():
         found = []
         for blocks in candidates:

@@ -1,4 +1,4 @@
-"""Tables of single parts, beside those of whole steps: attention, the frozen head, experts of one layer."""
+"""Tables of single parts, beside those of whole steps: attention, the frozen head, experts of one layer, 4 bits."""
 
 from typing import Any
 
@@ -23,19 +23,22 @@ def attention(rows: list[dict[str, Any]], where: str) -> str:
     lines = []
     for group in _newest(rows, "heads", "row"):
         by_variant = {row["variant"]: row for row in group}
-        fused, flash, pair = (by_variant.get(name) for name in ("fused", "flash_attention_2", "merged pair"))
+        fused, flash = by_variant["fused"], by_variant["flash_attention_2"]
         heads, kv_heads, size = fused["heads"]
-        merged = f"{pair['median_ms']:.2f} ms" if pair else "-"
+        merged, flash_4 = (
+            f"{by_variant[name]['median_ms']:.2f} ms" if name in by_variant else "-"
+            for name in ("merged pair", "flash_4")
+        )
         lines.append(
             f"| {fused['row']} | {heads}/{kv_heads} of {size} | {fused['median_ms']:.2f} ms, {fused['tflops']:.0f} "
-            f"TFLOP/s | {merged} | {flash['median_ms']:.2f} ms | "
+            f"TFLOP/s | {merged} | {flash_4} | {flash['median_ms']:.2f} ms | "
             f"{flash['median_ms'] / fused['median_ms']:.2f}x | {_source(fused)} |"
         )
     return (
         f"**Attention alone, forward and backward**, bf16, {where}; P is a prompt, R each of G completions that share "
         "it; FlashAttention-2, the one in PyTorch, has the prompt in front of each; segments are 16k tokens\n\n"
-        "| | heads | fused kernel | merged pair | FlashAttention-2 | fused against it | call, commit |\n"
-        "|---|---|---|---|---|---|---|\n" + "\n".join(lines)
+        "| | heads | fused kernel | merged pair | FlashAttention-4 | FlashAttention-2 | fused against it | "
+        "call, commit |\n|---|---|---|---|---|---|---|---|\n" + "\n".join(lines)
     )
 
 
@@ -92,7 +95,24 @@ def grouped_gemm(rows: list[dict[str, Any]], where: str) -> str:
     )
 
 
-TABLES = {"attention": attention, "head": head, "moe_layer": experts, "grouped_gemm": grouped_gemm}
+def nf4(rows: list[dict[str, Any]], where: str) -> str:
+    """Weights on their way back from 4 bits: our kernel, bitsandbytes' and a copy of as many bytes."""
+    lines = []
+    for group in _newest(rows, "shape"):
+        row = group[-1]
+        ours, shape = row["ours_ms"], " x ".join(map(str, row["shape"]))
+        lines.append(
+            f"| {shape} | {ours:.3f} ms, {row['ours_gb_s'] / 1000:.2f} TB/s | "
+            f"{row['bitsandbytes_ms'] / ours:.2f}x | {row['copy_ms'] / ours:.2f}x | {_source(row)} |"
+        )
+    return (
+        f"**NF4 with double quantisation to bf16**, {where}\n\n"
+        "| weight | Triton | against bitsandbytes | against a copy of as many bytes | call, commit |\n"
+        "|---|---|---|---|---|\n" + "\n".join(lines)
+    )
+
+
+TABLES = {"attention": attention, "head": head, "moe_layer": experts, "grouped_gemm": grouped_gemm, "nf4": nf4}
 
 
 def render(rows: list[dict[str, Any]], where) -> list[str]:

@@ -57,20 +57,25 @@ def load_model(path: str, mode: str, attn: str | None, qlora: bool, dtype: str =
 
 
 def build_in_memory(name: str, qlora: bool, attn: str | None = None):
-    """A random-weight model on the device that is on no disk; with `qlora` its experts go to 4 bits layer by layer."""
+    """A random-weight model on the device that is on no disk; with `qlora`, experts are in 4 bits in every mode."""
     import torch
     from models import config
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    options = {"attn_implementation": attn} if attn else {}
+    options = load_options(attn, qlora)
+    placed = {key: options.pop(key) for key in ("device_map", "quantization_config") if key in options}
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16, **options)
-    if qlora:
+        model = AutoModelForCausalLM.from_config(config(name), **options)
+    if qlora and "a3b" in name:
         from unsloth_trl.patches.quantization.experts import quantize_experts_
 
         quantize_experts_(model)
-        torch.cuda.empty_cache()
+    elif qlora:
+        state = model.state_dict()
+        model = type(model).from_pretrained(None, config=model.config, state_dict=state, **options, **placed)
+        del state
+    torch.cuda.empty_cache()
     return model
 
 

@@ -8,8 +8,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.numerics import relative_error
+from unsloth_trl.patches.lora import op_4bit
 from unsloth_trl.patches.lora.graph import fuse_lora
 from unsloth_trl.patches.lora.op import lora_linear
+from unsloth_trl.patches.quantization.reference import dequantize_nf4_reference
 
 
 class Gated(nn.Module):
@@ -213,6 +215,31 @@ def test_a_weight_in_4_bits(nested):
         assert mine.dtype == stock[name].dtype
         errors = [relative_error(other, value) for other in (mine, stock[name])]
         assert errors[0] <= 1.2 * errors[1] + 1e-3 and errors[1] < 0.05, (name, errors)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain scales", "nested scales"])
+@pytest.mark.parametrize("rows", [op_4bit.FEW_ROWS, op_4bit.FEW_ROWS + 1])
+def test_our_way_back_from_4_bits(nested, rows, monkeypatch):
+    """As on a GPU, where the kernel is in the reference's place: its numbers, and for many rows its only."""
+    model, _ = four_bits(nested)
+    x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    stock = run(model, x, autocast=True)
+    calls = []
+
+    def dequantize(*arguments):
+        calls.append(arguments[-1].shape)
+        dequantize_nf4_reference(*arguments)
+
+    monkeypatch.setattr(op_4bit, "use_kernels", lambda tensor: True)
+    monkeypatch.setattr(op_4bit, "dequantize_nf4_triton", dequantize)
+    fused, found = compiled(model)
+    actual = run(fused, x, autocast=True)
+    assert found == [3]
+    wide, tall = torch.Size([128, 64]), torch.Size([64, 128])
+    assert calls == [wide, wide, tall][: 3 * (rows > op_4bit.FEW_ROWS)] + [tall, wide, wide]
+    for name, value in stock.items():
+        mine = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        assert relative_error(mine, value) <= 1e-2, name
 
 
 def test_the_op_in_4_bits():
