@@ -116,6 +116,8 @@ def compile_for(target: Target, kernel: Any, *args: Any, num_warps: int = 4, num
         signature[parameter.name] = kind
         if kind == "constexpr":
             constants[parameter.name] = value
+        elif parameter.do_not_specialize_on_alignment:
+            continue
         elif kind.startswith("*") or (kind in ("i32", "i64") and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return triton.compile(

@@ -160,7 +160,7 @@ def _backward_kv(d_key, d_value, key, value, query, d_out, level, inner, seen, s
     return tl.dot(d_scores.to(query.dtype), query, d_key, input_precision="ieee"), d_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles", "spans"])
 def attention_forward_kernel(
     q,  # (num_tokens, heads, SIZE)
     k,
@@ -229,7 +229,7 @@ def attention_forward_kernel(
     tl.store(lse + head * num_tokens + rows, (top + tl.log2(total)) / LOG2E, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def attention_delta_kernel(
     grad,  # (num_tokens, heads, V_SIZE)
     out,
@@ -252,7 +252,7 @@ def attention_delta_kernel(
     tl.store(delta + head * num_tokens + rows, tl.sum(left * right, axis=1), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles", "spans"])
 def attention_backward_q_kernel(
     q,
     k,
@@ -317,7 +317,7 @@ def attention_backward_q_kernel(
     _store_rows(dq + head * stride_dqh, acc * scale, rows, live, stride_dq, SIZE, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles", "spans"])
 def attention_backward_kv_kernel(
     q,
     k,
@@ -408,7 +408,7 @@ def attention_backward_kv_kernel(
             _store_rows(own + BLOCK_D, d_value, within, live, width, BLOCK_DV, BLOCK_DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sums"])
 def attention_sum_kernel(
     parts,  # as in `attention_backward_kv_kernel`
     dk,

@@ -15,7 +15,9 @@ def _logits(row, cols, mask, logit_scale, softcap, inv_t, SOFTCAP: tl.constexpr)
     return z * inv_t, slope
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["state_stride", "start"], do_not_specialize_on_alignment=["targets", "state", "rescale"]
+)
 def fold_kernel(
     logits,  # (num_tokens, stride), of which num_cols; overwritten if GRADIENT
     targets,  # (num_tokens,) int64

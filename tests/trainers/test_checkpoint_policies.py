@@ -16,6 +16,7 @@ from tests.tiny import tiny_model
 from tests.trainers.grpo_runs import make_grpo, run_ours
 from unsloth_trl import PatchConfig
 from unsloth_trl.patches.checkpointing import offload, settings, slab
+from unsloth_trl.patches.registry import base_model
 from unsloth_trl.trainers.planning import settle_policy, why_not_checkpoint
 
 
@@ -217,6 +218,33 @@ def test_tiles_through_the_trainers(monkeypatch):
     plain = run_ours("llama", lora=True, beta=0.1, gradient_checkpointing=False)
     assert_logs_close(ours.logs, plain.logs, 1e-5)
     assert_updates_close(ours.updates, plain.updates, 1e-4)
+
+
+def test_tiles_over_forwards_of_liger(monkeypatch):
+    """`train` binds them to the modules, over what the patches put there; here they are the model's own."""
+    calls = []
+
+    def apply_liger_kernel(model, config):
+        for layer in base_model(model).model.layers:
+            mlp = layer.mlp
+
+            def forward(x, mlp=mlp):
+                calls.append(x.shape[1])
+                return type(mlp).forward(mlp, x)
+
+            mlp.forward = forward
+
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", apply_liger_kernel)
+    monkeypatch.setattr(settings, "TILE", 8)
+    monkeypatch.setattr(settings, "TILE_FROM", 16)
+    run = sft("llama-packed-lora", "offload", use_liger_kernel=True, trainer_kwargs={"callbacks": []})
+    assert_logs_close(run.logs, _plain("llama-packed-lora").logs, 1e-5)
+    assert_updates_close(run.updates, _plain("llama-packed-lora").updates, 1e-4)
+    assert calls and max(calls) <= 8
+    assert "use_liger_kernel=True" in str(run.trainer.patch_report["compilation"].detail)
+    del calls[:]
+    run.trainer.train()  # which binds them again
+    assert calls and max(calls) <= 8
 
 
 def held_tensors():

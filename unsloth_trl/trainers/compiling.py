@@ -157,13 +157,15 @@ class AutoCompilation(TrainerCallback):
             )
         self.on.update(names)
         self.config = dataclasses.replace(self.config, **dict.fromkeys(names, "on"))
+        self._texts.update({name: f"{name}='auto' is on since step {self.steps}: {why}" for name in names})
         trainer._patch_again(self.config, names[0])
-        for name in names:
-            self._texts[name] = f"{name}='auto' is on since step {self.steps}: {why}"
-        for name, text in self._texts.items():  # the patches that were put on again have entries of their own
-            self._tell(name, text)
         if self.undecided:
             self._next = self.steps + SETTLED
+
+    def tell_again(self) -> None:
+        """After patches were put on again, whose entries in the report are their own."""
+        for name, text in self._texts.items():
+            self._tell(name, text)
 
     def _tell(self, name: str, text: str) -> None:
         """Say it in the patch report, beside what the patch says of itself."""
@@ -200,6 +202,8 @@ def _why_not_compiled(trainer: Any) -> str | None:
     args, kind = trainer.args, trainer.accelerator.distributed_type
     if args.torch_compile:
         return "torch_compile=True compiles the model"
+    if args.use_liger_kernel:
+        return "use_liger_kernel=True fuses the same parts of a layer"
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         return f"no measured gain with {kind.value}"
     return compilation.why_no_compiler(args.device)
@@ -223,12 +227,13 @@ class Compiling:
     The trainer calls `_start_compiling` when its model is patched.
     """
 
+    _config: PatchConfig | None = None
     _auto: AutoCompilation | None = None
     _skip: dict[str, str] = {}
     _reference: tuple[PatchReport, dict[str, str]] | None = None  # of another model that has the same patches
 
     def _start_compiling(self, config: PatchConfig, skip: dict[str, str]) -> None:
-        self._skip = skip
+        self._config, self._skip = config, skip
         refusals = {}
         if config.compile_layers == "auto":
             refusals["compile_layers"] = _why_not_compiled(self)
@@ -242,12 +247,20 @@ class Compiling:
             self._auto = AutoCompilation(self, config, refusals)
             self.add_callback(self._auto)
 
+    def _inner_training_loop(self, *args, **kwargs):
+        if self.args.use_liger_kernel and not self.patch_report.removed:
+            # `train` has just bound Liger's forwards to modules, in the place of what the patches had put there
+            self._patch_again(self._config if self._auto is None else self._auto.config, "compile_layers")
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _patch_again(self, config: PatchConfig, switch: str) -> None:
         """Put the patches that depend on a switch on again, between two steps."""
         reapply(self.patch_report, config, _PATCHES[switch], self._skip)
         if self._reference is not None:
             report, skip = self._reference
             reapply(report, config, _PATCHES[switch], skip)
+        if self._auto is not None:
+            self._auto.tell_again()
         if "checkpointing" in _PATCHES[switch]:
             self._take_plan()
         # it may have been exchanged for one of the user's
