@@ -77,9 +77,15 @@ def test_no_host_synchronisation(model_type, packing, lora):
     assert trainer.state.log_history[0]["loss"] > 0
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt_oss"])
-def test_bf16_error_is_trls(model_type):
+@pytest.mark.parametrize(
+    "model_type, liger",
+    [(name, False) for name in ("llama", "qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt_oss")]
+    + [("llama", True), ("qwen3", True), ("gemma3_text", True)],
+)
+def test_bf16_error_is_trls(model_type, liger):
     """Loss and LoRA update after one step against fp64 on the CPU: at most 1.5x the error of TRL's path."""
+    if liger:
+        pytest.importorskip("liger_kernel")
     rows = Dataset.from_list(tiny.tiny_rows(8, 3, low=20, high=32))
 
     def run(module, dtype, device, **kwargs):
@@ -113,7 +119,8 @@ def test_bf16_error_is_trls(model_type):
     truth = run(trl, torch.float64, "cpu", **cpu)
     stock = run(trl, torch.bfloat16, "cuda")
     # flattened, so that the packed kernel runs, over the same eight samples
-    ours = run(unsloth_trl, torch.bfloat16, "cuda", padding_free=True, max_length=None)
+    packed = {"padding_free": True, "max_length": None, "use_liger_kernel": liger}
+    ours = run(unsloth_trl, torch.bfloat16, "cuda", **packed)
 
     def error(grads):
         return (
