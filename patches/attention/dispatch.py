@@ -37,9 +37,14 @@ def prefers_fused(device: torch.device, dtype: torch.dtype, size: int = 128) -> 
 
 
 def prefers_flash_4(device: torch.device, dtype: torch.dtype, size: int = 128) -> bool:
-    """Whether `"auto"` tries FlashAttention-4 first: on cards that it is made for and none was measured on."""
+    """
+    Whether `"auto"` tries FlashAttention-4 first: where it was measured to be faster (`tests/benchmarks/attention.py
+    --plain`), and on later cards, which it is made for.
+    """
     capability = _capability(device)
-    return capability is not None and capability[0] >= 10 and dtype in HALF and size <= 256 and missing() is None
+    if capability is None or capability < (9, 0) or dtype not in HALF:
+        return False
+    return size <= (128 if capability[0] == 9 else 256) and missing() is None
 
 
 def flash_refusal(

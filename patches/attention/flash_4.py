@@ -36,8 +36,8 @@ def missing() -> str | None:
 
 def _refused_size(major: int, size: int, window: int | None) -> str | None:
     """Head sizes that the kernels of a card have no code for, forward or backward."""
-    if size % 8:
-        return f"head size {size}, no multiple of 8"
+    if size % 32:  # 4.0.0b36 pads such sizes, and leaves a part of the gradient of queries unwritten
+        return f"head size {size}, no multiple of 32"
     if major == 9:
         return f"head size {size} over 256" if size > 256 else None
     if major in (10, 11) and size == 256:
