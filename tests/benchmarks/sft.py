@@ -1,10 +1,12 @@
 """One SFT run per process: packed LoRA or QLoRA training of a random-weight model, timed step by step.
 
     python tests/benchmarks/sft.py --mode trl|trl_liger|unsloth|ours --model llama-8b --bs 2 --tokenizer DIR
+    accelerate launch --multi_gpu --num_processes 2 tests/benchmarks/sft.py --in_memory 1 ...
 
-Prints one line `RESULT {json}`: median, fastest and slowest step in seconds, trained tokens per second, peak GiB,
-first and last loss, and what was measured where. Same rows, seed, optimiser and learning rate in every mode. The peers
-run with `flash_attention_2`: the flash-attn package, or a stand-in on PYTHONPATH that calls the kernel in torch.
+Prints one line `RESULT {json}`: median, fastest and slowest step in seconds, trained tokens per second (of one GPU if
+there are several), peak GiB, first and last loss, and what was measured where. Same rows, seed, optimiser and learning
+rate in every mode. The peers run with `flash_attention_2`: the flash-attn package, or a stand-in on PYTHONPATH that
+calls the kernel in torch.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from training import (
     load_model,
     lora_config,
     packed_rows,
+    take_device,
     write_profile,
 )
 
@@ -71,14 +74,15 @@ if a.mode == "ours":
     from unsloth_trl import SFTConfig, SFTTrainer
 else:
     from trl import SFTConfig, SFTTrainer
+gpus = take_device()
 limit_memory(a.vram)
 path = a.tokenizer if a.in_memory else build(a.model, a.tokenizer)
 tok = AutoTokenizer.from_pretrained(path)
 rng = random.Random(0)
 if a.one_sample:
-    rows = [[rng.randrange(10, 49000) for _ in range(a.len)] for _ in range(a.bs * (a.steps + 4))]
+    rows = [[rng.randrange(10, 49000) for _ in range(a.len)] for _ in range(gpus * a.bs * (a.steps + 4))]
 else:
-    rows = packed_rows(int(a.len * a.bs * (a.steps + 4) * 1.3), a.len, rng)
+    rows = packed_rows(int(gpus * a.len * a.bs * (a.steps + 4) * 1.3), a.len, rng)
 kw = {
     "output_dir": tempfile.mkdtemp(),
     "max_length": a.len,
@@ -178,8 +182,8 @@ else:
         callbacks=[clock],
     )
 accumulated = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
-if accumulated != (a.bs, 1):
-    raise SystemExit(f"{accumulated} rows a micro-batch and micro-batches a step, not ({a.bs}, 1)")
+if accumulated != (a.bs, 1) or trainer.accelerator.num_processes != gpus:
+    raise SystemExit(f"{accumulated} rows a micro-batch and micro-batches a step, not ({a.bs}, 1), or not {gpus} GPUs")
 row_tokens = [len(row) for row in trainer.train_dataset["input_ids"]]  # packed rows; every token counts, in every mode
 torch.cuda.reset_peak_memory_stats()
 trainer.train()
@@ -194,6 +198,8 @@ result = {
     "model": a.model,
     "qlora": a.qlora,
     "in_memory": a.in_memory,
+    "gpus": gpus,
+    "sharded": str(trainer.accelerator.distributed_type) == "DistributedType.FSDP",
     "gc": a.gc,
     "bs": a.bs,
     "len": a.len,
@@ -217,6 +223,7 @@ result = {
     "loss_last": losses[-1:],
     **provenance(a.mode, "sft.py"),
 }
-if a.mode == "ours":
-    print(trainer.patch_report)
-print("RESULT", json.dumps(result), flush=True)
+if trainer.accelerator.is_main_process:
+    if a.mode == "ours":
+        print(trainer.patch_report)
+    print("RESULT", json.dumps(result), flush=True)

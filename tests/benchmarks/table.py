@@ -62,7 +62,7 @@ def _is_current(row: dict) -> bool:
 
 def _sortable(row: dict, key: str) -> tuple[str, float]:
     """Numbers by size; rows from before a field had its default."""
-    value = row.get(key, "bfloat16" if key == "dtype" else 0)
+    value = row.get(key, {"dtype": "bfloat16", "gpus": 1}.get(key, 0))
     return (value, 0) if isinstance(value, str) else ("", value)
 
 
@@ -87,9 +87,11 @@ def _sft(rows: list[dict]) -> str:
     gc = "gradient checkpointing" if first["gc"] else "activations kept"
     adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
     dtype = "fp16" if first.get("dtype") == "float16" else "bf16"
+    gpus = first.get("gpus", 1)
+    of_each = "" if gpus == 1 else f" on each of {gpus} GPUs ({'FSDP2' if first['sharded'] else 'DDP'})"
     return (
-        f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, {adapter} r=16, {gc}, "
-        f"{dtype}, packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
+        f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step{of_each}**, {adapter} r=16, "
+        f"{gc}, {dtype}, packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
         "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
         + "\n".join(_line(row, next(r for r in rows if r["mode"] == "trl")) for row in rows)
     )
@@ -196,7 +198,7 @@ def render() -> str:
     sft = [row for row in rows if "task" not in row and not _is_limit(row)]
     grpo = [row for row in rows if row.get("task") == "grpo" and not _is_limit(row)]
     limits = [row for row in rows if row.get("task") in (None, "grpo") and _is_limit(row)]
-    sft_keys = ("model", "timing", "len", "bs", "qlora", "dtype")
+    sft_keys = ("model", "gpus", "sharded", "timing", "len", "bs", "qlora", "dtype")
     grpo_keys = ("model", "P", "R", "G", "bs", "ga", "beta", "qlora", "fixed")
     turns: dict[tuple, list[dict]] = {}
     for row in rows:

@@ -17,6 +17,14 @@ def be_quiet_and_offline() -> None:
     )
 
 
+def take_device() -> int:
+    """Use the device of this process, of those that `accelerate launch` has started; how many there are."""
+    import torch
+
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def limit_memory(gib: float) -> None:
     """Let this process use `gib` GiB of the device, to stand in for a smaller card; 0 for all of it."""
     import torch
@@ -31,7 +39,7 @@ def load_options(attn: str | None, qlora: bool, dtype: str = "bfloat16") -> dict
     import torch
     from transformers import BitsAndBytesConfig
 
-    options = {"dtype": getattr(torch, dtype), "device_map": {"": 0}}
+    options = {"dtype": getattr(torch, dtype), "device_map": {"": torch.cuda.current_device()}}
     if attn:
         options["attn_implementation"] = attn
     if qlora:
