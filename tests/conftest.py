@@ -29,10 +29,21 @@ def pytest_configure(config):
     torch.set_num_threads(1)
 
 
-def pytest_collection_finish():
-    # accelerate collects garbage for every trainer; walking through all imported modules is most of that time
+def leave_to_itself():
+    """accelerate collects garbage for every trainer; walking through all that stays is most of that time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    leave_to_itself()
+
+
+@pytest.hookimpl(trylast=True)  # when the module's fixtures are gone
+def pytest_runtest_teardown(item, nextitem):
+    """What a module of tests leaves, as compiled graphs and imports, is no garbage of the next one's."""
+    if nextitem is None or nextitem.path != item.path:
+        leave_to_itself()
 
 
 def pytest_collection_modifyitems(items):

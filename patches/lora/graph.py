@@ -1,5 +1,6 @@
 """Finds PEFT's LoRA on a linear layer in a graph that dynamo has traced, and puts one op in its place."""
 
+import itertools
 import operator
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ from torch import fx
 from . import op, op_4bit  # noqa: F401 (registers the ops)
 
 
+# what dynamo makes of a statement that writes into a tensor
+_IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv)
+_IN_PLACE += (operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul)
 _ADD = (operator.add, operator.iadd, torch.add)
 _MUL = (operator.mul, torch.mul)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -23,6 +27,15 @@ class _Base(NamedTuple):
     inside: tuple[fx.Node, ...]  # that nothing else uses, users first
 
 
+class _Thin(NamedTuple):
+    """A product of an input with the first factor of one adapter, which others of the same input may join."""
+
+    node: fx.Node
+    x: fx.Node  # without casts
+    dtype: torch.dtype
+    lora_A: fx.Node
+
+
 class _Adapter(NamedTuple):
     x: fx.Node
     lora_A: fx.Node
@@ -35,7 +48,8 @@ def fuse_lora(graph: fx.GraphModule) -> int:
     """
     Replace each `linear(x, W) + linear(linear(x, A), B) * scaling` of a frozen `W` by `unsloth_trl::lora_linear`.
 
-    A `W` in 4 bits, which bitsandbytes (from 0.50 on) multiplies with in one op, makes it `lora_linear_4bit`.
+    A `W` in 4 bits, which bitsandbytes (from 0.50 on) multiplies with in one op, makes it `lora_linear_4bit`. Layers
+    with the same `x` have one product with all of their `A`.
 
     Args:
         graph (`torch.fx.GraphModule`): As dynamo hands it to a backend, changed in place; graphs within it as well.
@@ -47,14 +61,17 @@ def fuse_lora(graph: fx.GraphModule) -> int:
     for module in list(graph.modules()):
         if not isinstance(module, fx.GraphModule):
             continue
-        found = 0
+        found: dict[tuple[fx.Node, torch.dtype], list[_Thin]] = {}
         for node in list(module.graph.nodes):
             if (match := _match(module, node)) is not None:
-                _replace(module.graph, node, *match)
-                found += 1
+                thin = _replace(module.graph, node, *match)
+                found.setdefault((thin.x, thin.dtype), []).append(thin)
+        for products in found.values():
+            # a factor that is worked out in the graph may come too late
+            _join(module.graph, [thin for thin in products if thin.lora_A.op in ("placeholder", "get_attr")])
         if found:
             module.recompile()
-        number += found
+        number += sum(map(len, found.values()))
     return number
 
 
@@ -170,24 +187,61 @@ def _match(module: fx.GraphModule, node: fx.Node) -> tuple[_Base, _Adapter] | No
     return base, adapter
 
 
-def _replace(graph: fx.Graph, node: fx.Node, base: _Base, adapter: _Adapter) -> None:
+def _cast(graph: fx.Graph, other: Any, dtype: torch.dtype) -> Any:
+    # by autocast, in the layer; in the graph they are fused with what is before them
+    value = _value(other)
+    floating = value is not None and value.is_floating_point()
+    return graph.call_method("to", (other, dtype)) if floating and value.dtype != dtype else other
+
+
+def _replace(graph: fx.Graph, node: fx.Node, base: _Base, adapter: _Adapter) -> _Thin:
     dtype = _value(node).dtype
-
-    def cast(other: Any) -> Any:
-        # by autocast, in the layer; in the graph they are fused with what is before them
-        value = _value(other)
-        floating = value is not None and value.is_floating_point()
-        return graph.call_method("to", (other, dtype)) if floating and value.dtype != dtype else other
-
     with graph.inserting_before(node):
-        x, lora_A, lora_B = map(cast, (base.x, adapter.lora_A, adapter.lora_B))
+        x, lora_A, lora_B = (_cast(graph, n, dtype) for n in (base.x, adapter.lora_A, adapter.lora_B))
         dense = base.fused is torch.ops.unsloth_trl.lora_linear.default
-        arguments = tuple(map(cast, base.arguments)) if dense else base.arguments
-        detached = tuple(graph.call_method("detach", (n,)) for n in (x, lora_A))
-        x_A = graph.call_function(torch.nn.functional.linear, detached)
-        made = graph.call_function(base.fused, (x, *arguments, lora_A, lora_B, x_A, adapter.scaling))
+        arguments = tuple(_cast(graph, n, dtype) for n in base.arguments) if dense else base.arguments
+        x_A = _product(graph, x, lora_A)
+        factors = graph.call_method("detach", (lora_A,)), lora_B, x_A
+        made = graph.call_function(base.fused, (x, *arguments, *factors, adapter.scaling))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     # no more than these: to `fx`, what writes into a tensor is dead as well
     for dead in (node, *adapter.inside, *base.inside):
         graph.erase_node(dead)
+    return _Thin(x_A, _source(base.x), dtype, adapter.lora_A)
+
+
+def _product(graph: fx.Graph, x: fx.Node, lora_A: fx.Node) -> fx.Node:
+    """Of an input with a factor; the input's gradient is the op's."""
+    return graph.call_function(torch.nn.functional.linear, (graph.call_method("detach", (x,)), lora_A))
+
+
+def _is_written_between(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:
+    """Whether something writes into a tensor between two nodes, into their input perhaps."""
+    nodes = itertools.dropwhile(lambda node: node is not first, graph.nodes)
+    return any(_writes(node) for node in itertools.takewhile(lambda node: node is not last, nodes))
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target.endswith("_") and not node.target.endswith("__")
+    mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    return "out" in node.kwargs or mutable or node.target in _IN_PLACE
+
+
+def _join(graph: fx.Graph, products: list[_Thin]) -> None:
+    """One product for all, in the place of the first: the input is read once, here and in the backward."""
+    if len(products) < 2 or _is_written_between(graph, products[0].node, products[-1].node):
+        return
+    first = products[0]
+    with graph.inserting_before(first.node):
+        joined = graph.call_function(torch.cat, ([_cast(graph, thin.lora_A, thin.dtype) for thin in products],))
+        x = first.node.args[0].args[0]
+        ranks = [_value(thin.lora_A).shape[0] for thin in products]
+        parts = graph.call_function(torch.split, (_product(graph, x, joined), ranks, -1))
+        for place, thin in enumerate(products):
+            thin.node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, place)))
+    for thin in products:
+        detached = thin.node.args[0]
+        graph.erase_node(thin.node)
+        graph.erase_node(detached)

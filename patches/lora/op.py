@@ -16,22 +16,20 @@ def add_product(out: torch.Tensor, x_A: torch.Tensor, lora_B: torch.Tensor, scal
 
 def adapter_gradients(
     grad: torch.Tensor,
-    x: torch.Tensor,
     weight: torch.Tensor | None,
     lora_A: torch.Tensor,
     lora_B: torch.Tensor,
     x_A: torch.Tensor,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `x` (without rows where `weight` is `None`), `lora_A` and `lora_B`."""
-    flat, rows, thin = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, x, x_A))
-    thin_grad = torch.mm(flat, lora_B).mul_(scaling)
-    grad_A = torch.mm(thin_grad.t(), rows)
+    """Gradients of `x` (empty where `weight` is `None`), `x_A` and `lora_B`."""
+    flat, thin = grad.reshape(-1, grad.shape[-1]), x_A.reshape(-1, x_A.shape[-1])
+    grad_thin = torch.mm(flat, lora_B).mul_(scaling)
     grad_B = torch.mm(flat.t(), thin).mul_(scaling)
     if weight is None:
-        return x.new_empty(0), grad_A, grad_B
-    grad_x = torch.mm(flat, weight).addmm_(thin_grad, lora_A)
-    return grad_x.view(x.shape), grad_A, grad_B
+        return grad.new_empty(0), grad_thin.view(x_A.shape), grad_B
+    grad_x = torch.mm(flat, weight).addmm_(grad_thin, lora_A)
+    return grad_x.view(*grad.shape[:-1], weight.shape[1]), grad_thin.view(x_A.shape), grad_B
 
 
 @torch.library.custom_op("unsloth_trl::lora_linear", mutates_args=())
@@ -51,10 +49,11 @@ def lora_linear(
         x (`torch.Tensor` of shape `(..., in_features)`): Input.
         weight (`torch.Tensor` of shape `(out_features, in_features)`): Of the base layer; it gets no gradient.
         bias (`torch.Tensor` of shape `(out_features,)`, *optional*): Of the base layer; it gets no gradient.
-        lora_A (`torch.Tensor` of shape `(r, in_features)`): Gets its gradient here, though only `x_A` is read.
+        lora_A (`torch.Tensor` of shape `(r, in_features)`): For the gradient of `x`; it gets none itself.
         lora_B (`torch.Tensor` of shape `(out_features, r)`): The other factor.
-        x_A (`torch.Tensor` of shape `(..., r)`): `x @ lora_A.T`, without a gradient. It comes from outside, so that a
-            graph that needs it for the backward does not need this op again.
+        x_A (`torch.Tensor` of shape `(..., r)`): `x @ lora_A.T`, of an `x` without and a `lora_A` with a gradient. It
+            comes from outside: a graph that needs it for the backward does not need this op again, and layers with
+            the same `x` can have one product for all of theirs.
         scaling (`float`): Of the adapter.
 
     Returns:
@@ -71,7 +70,6 @@ def _(x, weight, bias, lora_A, lora_B, x_A, scaling):
 @torch.library.custom_op("unsloth_trl::lora_linear_backward", mutates_args=())
 def lora_linear_backward(
     grad: torch.Tensor,
-    x: torch.Tensor,
     weight: torch.Tensor,
     lora_A: torch.Tensor,
     lora_B: torch.Tensor,
@@ -79,30 +77,33 @@ def lora_linear_backward(
     scaling: float,
     needs_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `x` (without rows unless `needs_x`), `lora_A` and `lora_B`; arguments as in `lora_linear`."""
-    return adapter_gradients(grad, x, weight if needs_x else None, lora_A, lora_B, x_A, scaling)
+    """Gradients of `x` (empty unless `needs_x`), `x_A` and `lora_B`; arguments as in `lora_linear`."""
+    return adapter_gradients(grad, weight if needs_x else None, lora_A, lora_B, x_A, scaling)
 
 
-def gradients_like(x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, needs_x: bool) -> tuple:
+def gradients_like(
+    grad: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, x_A: torch.Tensor, needs_x: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of the shapes that `adapter_gradients` returns, for a compiler."""
-    return x.new_empty(x.shape if needs_x else 0), lora_A.new_empty(lora_A.shape), lora_B.new_empty(lora_B.shape)
+    shape = (*grad.shape[:-1], lora_A.shape[1]) if needs_x else (0,)
+    return grad.new_empty(shape), grad.new_empty(x_A.shape), lora_B.new_empty(lora_B.shape)
 
 
 @lora_linear_backward.register_fake
-def _(grad, x, weight, lora_A, lora_B, x_A, scaling, needs_x):
-    return gradients_like(x, lora_A, lora_B, needs_x)
+def _(grad, weight, lora_A, lora_B, x_A, scaling, needs_x):
+    return gradients_like(grad, lora_A, lora_B, x_A, needs_x)
 
 
 def _setup(ctx, inputs, output):
-    x, weight, _, lora_A, lora_B, x_A, scaling = inputs
-    ctx.save_for_backward(x, weight, lora_A, lora_B, x_A)
+    _, weight, _, lora_A, lora_B, x_A, scaling = inputs
+    ctx.save_for_backward(weight, lora_A, lora_B, x_A)
     ctx.scaling = scaling
 
 
 def _backward(ctx, grad):
     needs_x = ctx.needs_input_grad[0]
     grads = torch.ops.unsloth_trl.lora_linear_backward(grad, *ctx.saved_tensors, ctx.scaling, needs_x)
-    return grads[0] if needs_x else None, None, None, grads[1], grads[2], None, None
+    return grads[0] if needs_x else None, None, None, None, grads[2], grads[1], None
 
 
 lora_linear.register_autograd(_backward, setup_context=_setup)

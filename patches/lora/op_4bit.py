@@ -113,7 +113,6 @@ def _(x, packed, shape, *rest):
 @torch.library.custom_op("unsloth_trl::lora_linear_4bit_backward", mutates_args=())
 def lora_linear_4bit_backward(
     grad: torch.Tensor,
-    x: torch.Tensor,
     packed: torch.Tensor,
     shape: list[int],
     absmax: torch.Tensor,
@@ -128,31 +127,31 @@ def lora_linear_4bit_backward(
     scaling: float,
     needs_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `x` (without rows unless `needs_x`), `lora_A` and `lora_B`."""
+    """Gradients of `x` (empty unless `needs_x`), `x_A` and `lora_B`."""
     weight = None
     if needs_x:
         quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
-        weight = _weight(*quantized, dtype=x.dtype)
-    return adapter_gradients(grad, x, weight, lora_A, lora_B, x_A, scaling)
+        weight = _weight(*quantized, dtype=grad.dtype)
+    return adapter_gradients(grad, weight, lora_A, lora_B, x_A, scaling)
 
 
 @lora_linear_4bit_backward.register_fake
-def _(grad, x, *rest):
-    lora_A, lora_B, _, _, needs_x = rest[-5:]
-    return gradients_like(x, lora_A, lora_B, needs_x)
+def _(grad, *rest):
+    lora_A, lora_B, x_A, _, needs_x = rest[-5:]
+    return gradients_like(grad, lora_A, lora_B, x_A, needs_x)
 
 
 def _setup(ctx, inputs, output):
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    ctx.save_for_backward(*tensors)
-    ctx.inputs = [None if isinstance(value, torch.Tensor) else (value,) for value in inputs]
+    kept = inputs[1:]  # all but x
+    ctx.save_for_backward(*[value for value in kept if isinstance(value, torch.Tensor)])
+    ctx.inputs = [None if isinstance(value, torch.Tensor) else (value,) for value in kept]
 
 
 def _backward(ctx, grad):
     saved, needs_x = iter(ctx.saved_tensors), ctx.needs_input_grad[0]
     inputs = [next(saved) if other is None else other[0] for other in ctx.inputs]
     grads = torch.ops.unsloth_trl.lora_linear_4bit_backward(grad, *inputs, needs_x)
-    return (grads[0] if needs_x else None, *[None] * 8, grads[1], grads[2], None, None)
+    return (grads[0] if needs_x else None, *[None] * 9, grads[2], grads[1], None)
 
 
 lora_linear_4bit.register_autograd(_backward, setup_context=_setup)

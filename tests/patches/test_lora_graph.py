@@ -71,7 +71,7 @@ def test_the_op(scaling):
     shapes = {"x": (2, 5, 12), "weight": (8, 12), "bias": (8,), "lora_A": (3, 12), "lora_B": (8, 3)}
     given = {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
     trained = [given[name].requires_grad_() for name in ("x", "lora_A", "lora_B")]
-    thin = (given["x"] @ given["lora_A"].t()).detach()
+    thin = given["x"].detach() @ given["lora_A"].t()
     out = lora_linear(*given.values(), thin, scaling)
     expected = torch.nn.functional.linear(given["x"], given["weight"], given["bias"])
     expected = expected + given["x"] @ given["lora_A"].t() @ given["lora_B"].t() * scaling
@@ -79,7 +79,27 @@ def test_the_op(scaling):
     grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     for a, e in zip(*(torch.autograd.grad(o, trained, grad) for o in (out, expected)), strict=True):
         torch.testing.assert_close(a, e)
+    thin = thin.detach().requires_grad_()
     torch.library.opcheck(torch.ops.unsloth_trl.lora_linear, (*given.values(), thin, scaling))
+
+
+def test_an_input_is_read_once(x):
+    """Layers of one input have one product with all of their first factors, and so one with their gradients."""
+    model = with_lora(torch.float32, r=5)
+    expected, thin = run(model, x), []
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        assert fuse_lora(graph) == 3
+        graph.graph.lint()
+        linear = [n for n in graph.graph.nodes if n.target is torch.nn.functional.linear]
+        thin.extend(n.args[1].target for n in linear)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    actual = run(torch.compile(model, backend=backend), x)
+    assert len(thin) == 2 and torch.cat in thin
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name if name in ("out", "x") else f"_orig_mod.{name}"], value)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -129,6 +149,30 @@ def test_what_is_left_as_it_is(x, config, expected):
         for name, value in before.items():
             other = after[name if name in ("out", "x") else f"_orig_mod.{name}"]
             torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
+
+
+def test_an_input_that_is_written_to_is_read_again(x):
+    """Between the two layers that have it; with gradients that is an error, here as in PyTorch."""
+    model = with_lora(torch.float32, target_modules=["gate", "up"])
+    gated = model.base_model.model
+
+    def twice(x):
+        x = x * 1.0
+        gate = gated.gate(x)
+        x += 1
+        return gate + gated.up(x)
+
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, inputs):
+        found.append(fuse_lora(graph))
+        assert not [n for n in graph.graph.nodes if n.target is torch.cat]
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(twice, backend=backend)(x), twice(x))
+    assert found == [2]
 
 
 def test_what_writes_into_a_tensor_stays(x):
@@ -248,7 +292,7 @@ def test_the_op_in_4_bits():
     state = layer.base_layer.weight.quant_state
     generator = torch.Generator().manual_seed(2)
     x, lora_A, lora_B = (torch.randn(s, generator=generator).bfloat16() for s in ((3, 128), (4, 128), (64, 4)))
-    thin = x @ lora_A.t()
+    thin = (x @ lora_A.t()).requires_grad_()
     scales = (state.state2.absmax, state.blocksize, state.quant_type, state.absmax, state.state2.code, state.offset)
     trained = [tensor.requires_grad_() for tensor in (x, lora_A, lora_B)]
     torch.library.opcheck(

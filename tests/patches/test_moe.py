@@ -427,16 +427,16 @@ def test_factors_that_are_offloaded_are_refused():
         model(input_ids=IDS)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama"])
-def test_a_pickled_model_runs_in_a_fresh_process(model_type, tmp_path):
-    model = with_lora(model_type) if model_type == "qwen3_moe" else tiny_model(model_type)
-    apply_patches(model)
-    with torch.no_grad():
-        expected = model(input_ids=IDS).logits
-    torch.save({"model": model, "ids": IDS, "logits": expected}, tmp_path / "model.pt")
+def test_pickled_models_run_in_a_fresh_process(tmp_path):
+    saved = []
+    for model in (with_lora("qwen3_moe"), tiny_model("llama")):
+        apply_patches(model)
+        with torch.no_grad():
+            saved.append({"model": model, "ids": IDS, "logits": model(input_ids=IDS).logits})
+    torch.save(saved, tmp_path / "models.pt")
     code = (
-        f"import torch; d = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
-        "with torch.no_grad(): out = d['model'](input_ids=d['ids']).logits\n"
-        "assert torch.equal(out, d['logits'])"
+        f"import torch\nfor d in torch.load({str(tmp_path / 'models.pt')!r}, weights_only=False):\n"
+        "    with torch.no_grad(): out = d['model'](input_ids=d['ids']).logits\n"
+        "    assert torch.equal(out, d['logits'])"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -158,9 +158,14 @@ def test_scores_are_those_of_the_batch_that_is_given():
     assert_equal(cut, 4)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"cache_implementation": "static"}, {"use_transformers_continuous_batching": True}]
-)
+CONTINUOUS = {
+    "use_transformers_continuous_batching": True,
+    # else a mask for half of the machine's memory is filled in each step
+    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+}
+
+
+@pytest.mark.parametrize("fields", [{"cache_implementation": "static"}, CONTINUOUS], ids=["static", "continuous"])
 def test_rollouts_of_other_caches_are_those_of_trl(fields):
     """One prompt in the generation batch: nothing is padded, no mask is needed, and none may be missing."""
     data = Dataset.from_dict({"prompt": ["w9 w10 w11 w12 w13"]})
