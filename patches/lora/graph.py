@@ -40,7 +40,7 @@ class _Adapter(NamedTuple):
     x: fx.Node
     lora_A: fx.Node
     lora_B: fx.Node
-    scaling: float
+    scaling: float | fx.Node  # a node where dynamo has made it a symbol, which other layers have another value of
     inside: tuple[fx.Node, ...]
 
 
@@ -84,6 +84,17 @@ def _calls(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def _is_linear(node: Any) -> bool:
+    """A product as `nn.Linear` has it; others may give their arguments by name."""
+    return _calls(node, torch.nn.functional.linear) and len(node.args) > 1
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        return isinstance(value.meta.get("example_value"), torch.SymFloat)
+    return isinstance(value, (int, float))
+
+
 def _is_cast(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target == "to" and _value(node) is not None
 
@@ -116,12 +127,13 @@ def _adapter(node: Any) -> _Adapter | None:
     if not _calls(scaled, *_MUL) or len(scaled.args) != 2:
         return None
     outer, scaling = scaled.args
-    inner = outer.args[0] if _calls(outer, torch.nn.functional.linear) else None
-    if not isinstance(scaling, (int, float)) or not _calls(inner, torch.nn.functional.linear):
+    inner = outer.args[0] if _is_linear(outer) else None
+    if not _is_number(scaling) or not _is_linear(inner):
         return None
     if any(_bias(n) is not None or len(n.users) != 1 for n in (outer, inner)) or len(scaled.users) != 1:
         return None
-    return _Adapter(inner.args[0], inner.args[1], outer.args[1], float(scaling), (*passed, scaled, outer, inner))
+    scaling = scaling if isinstance(scaling, fx.Node) else float(scaling)
+    return _Adapter(inner.args[0], inner.args[1], outer.args[1], scaling, (*passed, scaled, outer, inner))
 
 
 def _dense(base: fx.Node, passed: tuple[fx.Node, ...]) -> _Base | None:
@@ -173,12 +185,14 @@ def _match(module: fx.GraphModule, node: fx.Node) -> tuple[_Base, _Adapter] | No
         return None
     product, passed = _through(node.args[0])
     base = None
-    if _calls(product, torch.nn.functional.linear):
+    if _is_linear(product):
         base = _dense(product, passed)
     elif _calls(product, operator.getitem):
         base = _four_bits(module, product, passed)
     if base is None or _source(base.x) is not _source(adapter.x):
         return None
+    if any(_is_written_between(module.graph, inside[-1], node) for inside in (base.inside, adapter.inside)):
+        return None  # the op would read its input later than they do
     values = [_value(n) for n in (node, product, *adapter.inside, adapter.lora_A, adapter.lora_B)]
     if any(value is None for value in values) or values[0].dtype not in _DTYPES:
         return None
@@ -201,8 +215,12 @@ def _replace(graph: fx.Graph, node: fx.Node, base: _Base, adapter: _Adapter) -> 
         dense = base.fused is torch.ops.unsloth_trl.lora_linear.default
         arguments = tuple(_cast(graph, n, dtype) for n in base.arguments) if dense else base.arguments
         x_A = _product(graph, x, lora_A)
-        factors = graph.call_method("detach", (lora_A,)), lora_B, x_A
-        made = graph.call_function(base.fused, (x, *arguments, *factors, adapter.scaling))
+        thin, first, scaling = x_A, graph.call_method("detach", (lora_A,)), adapter.scaling
+        if isinstance(scaling, fx.Node):
+            # the op's is a constant, for which there would be a graph for each value
+            thin, first = (graph.call_function(operator.mul, (factor, scaling)) for factor in (thin, first))
+            scaling = 1.0
+        made = graph.call_function(base.fused, (x, *arguments, first, lora_B, thin, scaling))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     # no more than these: to `fx`, what writes into a tensor is dead as well
@@ -225,8 +243,14 @@ def _is_written_between(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:
 def _writes(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target.endswith("_") and not node.target.endswith("__")
+    if node.op != "call_function":
+        return False
     mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    return "out" in node.kwargs or mutable or node.target in _IN_PLACE
+    name, home = (getattr(node.target, key, None) or "" for key in ("__name__", "__module__"))
+    in_place = name.endswith("_") and not name.endswith("__")  # `torch.relu_`
+    # by place, `inplace` may be any argument
+    asked = node.kwargs.get("inplace") or (home == "torch.nn.functional" and any(value is True for value in node.args))
+    return bool("out" in node.kwargs or asked or mutable or in_place or node.target in _IN_PLACE)
 
 
 def _join(graph: fx.Graph, products: list[_Thin]) -> None:

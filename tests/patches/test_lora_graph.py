@@ -151,17 +151,42 @@ def test_what_is_left_as_it_is(x, config, expected):
             torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
 
 
-def test_an_input_that_is_written_to_is_read_again(x):
-    """Between the two layers that have it; with gradients that is an error, here as in PyTorch."""
+def add_one(x):
+    x += 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        add_one,
+        torch.relu_,
+        lambda x: torch.nn.functional.relu(x, inplace=True),
+        lambda x: torch.nn.functional.leaky_relu(x, 0.1, True),
+        lambda x: torch.neg(x, out=x),
+        lambda x: x.mul_(2),
+    ],
+    ids=["+=", "relu_", "inplace=True", "inplace", "out", "mul_"],
+)
+@pytest.mark.parametrize("where", ["between layers", "within a layer"])
+def test_an_input_that_is_written_to_is_read_again(x, write, where):
+    """With gradients that is an error, here as in PyTorch."""
     model = with_lora(torch.float32, target_modules=["gate", "up"])
     gated = model.base_model.model
 
-    def twice(x):
+    def between(x):
         x = x * 1.0
         gate = gated.gate(x)
-        x += 1
+        write(x)
         return gate + gated.up(x)
 
+    def within(x):
+        x = x * 1.0
+        base, gate = gated.gate.base_layer(x), gated.gate
+        adapter = gate.lora_B["default"](gate.lora_A["default"](x))
+        write(x)
+        return base + adapter * 1.5 + x.sum()
+
+    run = between if where == "between layers" else within
     torch._dynamo.reset()
     found = []
 
@@ -171,8 +196,34 @@ def test_an_input_that_is_written_to_is_read_again(x):
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(twice, backend=backend)(x), twice(x))
-    assert found == [2]
+        torch.testing.assert_close(torch.compile(run, backend=backend)(x), run(x))
+    assert found == [2 if run is between else 0]
+
+
+def test_layers_that_differ_in_scaling_share_a_graph(x):
+    """Which then has it as a symbol; a graph for each would be more of them than dynamo compiles."""
+    model = with_lora(torch.float32, target_modules=["gate", "up"])
+    fused, found = compiled(model)
+    for scaling in (1.5, 0.75, 2.25, 0.3):
+        model.base_model.model.gate.scaling["default"] = scaling
+        expected, actual = run(model, x), run(fused, x)
+        for name, value in expected.items():
+            other = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+            torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
+    assert found == [2, 2]
+
+
+def test_other_products_by_name_are_left_alone(x):
+    """`torch.nn.functional.linear` may be given its arguments by name, beside a layer or in its place."""
+    weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(3))
+    model = with_lora(torch.float32)
+
+    def scaled(x):
+        return model(x) + torch.nn.functional.linear(input=x, weight=weight) * 0.5
+
+    fused, found = compiled(scaled)
+    torch.testing.assert_close(fused(x), scaled(x))
+    assert found == [3]
 
 
 def test_what_writes_into_a_tensor_stays(x):
