@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 import unsloth_trl
-from tests.numerics import assert_logs_close, assert_updates_close, make_trainer, masked_rows, run_sft
+from tests.numerics import EXPERTS, assert_logs_close, assert_updates_close, make_trainer, masked_rows, run_sft
 from tests.tiny import tiny_model
 from tests.trainers.grpo_runs import make_grpo, run_ours
 from unsloth_trl import PatchConfig
@@ -245,6 +245,45 @@ def test_tiles_over_forwards_of_liger(monkeypatch):
     del calls[:]
     run.trainer.train()  # which binds them again
     assert calls and max(calls) <= 8
+
+
+def bind_to_experts(model, config):
+    """What Liger does to a mixture, whose experts are inside of wrappers of PEFT's or are not."""
+
+    def forward(self, *args):
+        raise AssertionError("LoRA on the experts is left out")
+
+    forward.__module__ = "liger_kernel.transformers.swiglu"
+    for layer in base_model(model).model.layers:
+        experts = layer.mlp.experts
+        experts.__dict__["forward"] = forward.__get__(experts)
+        experts.__dict__["_get_name"] = (lambda self: "LigerExperts").__get__(experts)
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, {"lora": True}], ids=["lora on experts", "frozen experts"])
+def test_experts_are_not_liger_s(experts, monkeypatch, caplog):
+    plain = run_sft(unsloth_trl, "qwen3_moe", packing=True, **experts)
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", bind_to_experts)
+    run = run_sft(unsloth_trl, "qwen3_moe", packing=True, use_liger_kernel=True, **experts)
+    assert_logs_close(run.logs, plain.logs, 1e-6)
+    assert_updates_close(run.updates, plain.updates, 1e-6)
+    assert "experts stay with this package's kernels" in caplog.text
+    assert str(run.trainer.patch_report["moe"]) == str(plain.trainer.patch_report["moe"])
+    run.trainer.train()  # which binds them again
+    run.trainer.patch_report.remove()
+    assert not [
+        m for m in run.trainer.model.modules() if "forward" in m.__dict__ and m is not base_model(run.trainer.model)
+    ]
+    assert "LigerExperts" not in repr(run.trainer.model)
+
+
+def test_liger_without_patches(monkeypatch):
+    calls = []
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda *args: calls.append(args))
+    run = run_sft(unsloth_trl, "llama", lora=True, packing=True, patches="none", use_liger_kernel=True)
+    assert len(calls) == 1
+    assert_logs_close(run.logs, _plain("llama-packed-lora").logs, 1e-5)
+    assert_updates_close(run.updates, _plain("llama-packed-lora").updates, 1e-4)
 
 
 def held_tensors():

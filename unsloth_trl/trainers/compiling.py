@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, broadcast_object_list
+from peft.tuners.lora.layer import ParamWrapper
 from transformers import TrainerCallback
 
 from ..data.collators import PackedDataCollator
@@ -197,6 +198,23 @@ def _has_experts(model: torch.nn.Module) -> bool:
     return any(is_experts(module) for module in model.modules())
 
 
+def _take_liger_off_experts(model: torch.nn.Module) -> int:
+    """
+    Give experts, and PEFT's wrappers around them, the forward of their class again; how many had one of Liger's.
+
+    That one multiplies with the stacked weights as they are: without the LoRA of a wrapper that it is bound to.
+    """
+    found = 0
+    for module in model.modules():
+        experts = module.get_base_layer() if isinstance(module, ParamWrapper) else module
+        forward = module.__dict__.get("forward")
+        if is_experts(experts) and (getattr(forward, "__module__", None) or "").startswith("liger_kernel."):
+            for name in ("forward", "_get_name"):  # the two that it binds
+                module.__dict__.pop(name, None)
+            found += 1
+    return found
+
+
 def _why_not_compiled(trainer: Any) -> str | None:
     """Why `compile_layers="auto"` is `"off"` for this trainer, or `None`."""
     args, kind = trainer.args, trainer.accelerator.distributed_type
@@ -248,9 +266,16 @@ class Compiling:
             self.add_callback(self._auto)
 
     def _inner_training_loop(self, *args, **kwargs):
-        if self.args.use_liger_kernel and not self.patch_report.removed:
+        if self.args.use_liger_kernel and self._config is not None and not self.patch_report.removed:
             # `train` has just bound Liger's forwards to modules, in the place of what the patches had put there
-            self._patch_again(self._config if self._auto is None else self._auto.config, "compile_layers")
+            config = self._config if self._auto is None else self._auto.config
+            if self.patch_report["moe"].applied and _take_liger_off_experts(self.model):
+                logger.warning(
+                    "use_liger_kernel=True: experts stay with this package's kernels, since Liger's leave out LoRA on "
+                    "experts. Set patches='none' to train with Liger's."
+                )
+                reapply(self.patch_report, config, ("moe",), self._skip)
+            self._patch_again(config, "compile_layers")
         return super()._inner_training_loop(*args, **kwargs)
 
     def _patch_again(self, config: PatchConfig, switch: str) -> None:
