@@ -81,16 +81,20 @@ def _where(row: dict) -> str:
     return f"{row['gpu']}, torch {row['versions']['torch']}, transformers {row['versions']['transformers']}"
 
 
+def _step(row: dict) -> str:
+    gpus = row.get("gpus", 1)
+    of_each = "" if gpus == 1 else f" on each of {gpus} GPUs ({'FSDP2' if row['sharded'] else 'DDP'})"
+    return f"{row['model']} shape, about {round(row['tokens'] / 1000)}k tokens a step{of_each}"
+
+
 def _sft(rows: list[dict]) -> str:
     first = rows[0]
     how = TIMINGS[first["timing"]]
     gc = "gradient checkpointing" if first["gc"] else "activations kept"
     adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
     dtype = "fp16" if first.get("dtype") == "float16" else "bf16"
-    gpus = first.get("gpus", 1)
-    of_each = "" if gpus == 1 else f" on each of {gpus} GPUs ({'FSDP2' if first['sharded'] else 'DDP'})"
     return (
-        f"**{first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step{of_each}**, {adapter} r=16, "
+        f"**{_step(first)}**, {adapter} r=16, "
         f"{gc}, {dtype}, packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
         "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
         + "\n".join(_line(row, next(r for r in rows if r["mode"] == "trl")) for row in rows)
@@ -177,14 +181,15 @@ def _switches(rows: list[dict]) -> list[str]:
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if _is_current(row):
-            groups.setdefault((row["call"], row["model"], row["timing"], row["len"], row["bs"]), []).append(row)
+            keys = ("model", "timing", "len", "bs", "gpus", "sharded")
+            groups.setdefault((row["call"], *(_sortable(row, key) for key in keys)), []).append(row)
     made = []
     for group in groups.values():
         if len(group) < 2 or any(row["mode"] != "ours" for row in group):
             continue
         first = group[0]
         made.append(
-            f"**Switches, {first['model']} shape, about {round(first['tokens'] / 1000)}k tokens a step**, LoRA r=16, "
+            f"**Switches, {_step(first)}**, LoRA r=16, "
             f"bf16, {_where(first)}; {TIMINGS[first['timing']]}; call {first['call']}\n\n"
             "| | tokens/s | against the first | peak memory | commit |\n|---|---|---|---|---|\n"
             + "\n".join(_line(row, first) for row in group)

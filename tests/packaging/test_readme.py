@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 
+from tests.benchmarks import table
 from tests.packaging.readme import README, ROOT, read_block, tables, write_block
 from tests.tiny import tiny_model, tiny_rows
 from unsloth_trl.config import GRPOConfig, PatchArguments
@@ -46,6 +47,17 @@ def test_rows_that_were_found_wrong_are_not_shown():
     assert len(void) == 4
     for row in void:
         assert f"| {row['tok_s']:,} (" not in TEXT
+
+
+def test_runs_of_several_gpus_stand_apart():
+    """A switch is compared on as many GPUs, and split in the same way."""
+    rows = [row for row in table.load() if row["call"] == "2026-11-30-28" and "task" not in row]
+    (alone,) = table._switches(rows)
+    several = [row | {"gpus": 2, "sharded": sharded} for sharded in (False, True) for row in rows]
+    made = table._switches(rows + several)
+    assert made[0] == alone and len(made) == 3
+    for text, kind in zip(made[1:], ("DDP", "FSDP2"), strict=True):
+        assert text.replace(f" on each of 2 GPUs ({kind})", "") == alone != text
 
 
 def test_blocks_are_written_where_they_are_read():
