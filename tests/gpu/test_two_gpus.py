@@ -78,6 +78,7 @@ def test_losses_are_those_of_one(task, kind):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("task", ["sft", "grpo"])
 def test_a_resumed_run_goes_on(task, kind, tmp_path):
-    launch(task, kind, str(tmp_path), until=4)  # one step after the checkpoint
+    stopped = launch(task, kind, str(tmp_path), until=4)  # one step after the checkpoint
     resumed = launch(task, kind, str(tmp_path), resume=1)
+    assert (stopped["made"], resumed["made"]) == (4, 3)  # a run from the start has the same losses
     assert_close(resumed["logs"][3:], run(task, kind)["logs"][3:], task)

@@ -40,12 +40,13 @@ class Rollouts:
 
 
 class StopAt(TrainerCallback):
-    """End the run early, as a kill between two steps would."""
+    """End the run early, as a kill between two steps would; counts the steps that this process makes."""
 
     def __init__(self, step: int):
-        self.step = step
+        self.step, self.made = step, 0
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.made += 1
         control.should_training_stop = state.global_step >= self.step
 
 
@@ -81,14 +82,20 @@ def main(task: str, folder: str, until: int, resume: int) -> None:
         data = Dataset.from_dict({"prompt": [f"w{i + 9} w{i + 10}" for i in range(24)]})
         given |= {"rollout_func": Rollouts(3 if resume else 0), "reward_funcs": reward}
         trainer = unsloth_trl.GRPOTrainer(model, args=unsloth_trl.GRPOConfig(**fields), train_dataset=data, **given)
-    if until < STEPS:
-        trainer.add_callback(StopAt(until))
+    stop = StopAt(until)
+    trainer.add_callback(stop)
     trainer.train(resume_from_checkpoint=bool(resume) or None)
     if trainer.accelerator.is_main_process:
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         kind = str(trainer.accelerator.distributed_type)
         sharded = sum(isinstance(p, DTensor) for p in trainer.model.parameters())
-        result = {"logs": logs, "kind": kind, "sharded": sharded, "report": str(trainer.patch_report)}
+        result = {
+            "logs": logs,
+            "made": stop.made,
+            "kind": kind,
+            "sharded": sharded,
+            "report": str(trainer.patch_report),
+        }
         (Path(folder) / "result.json").write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()
 
