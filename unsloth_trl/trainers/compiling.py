@@ -272,7 +272,7 @@ class Compiling:
             if self.patch_report["moe"].applied and _take_liger_off_experts(self.model):
                 logger.warning(
                     "use_liger_kernel=True: experts stay with this package's kernels, since Liger's leave out LoRA on "
-                    "experts. Set patches='none' to train with Liger's."
+                    "experts. liger_kernel_config={'swiglu': False} says so to Liger as well."
                 )
                 reapply(self.patch_report, config, ("moe",), self._skip)
             self._patch_again(config, "compile_layers")
