@@ -99,9 +99,12 @@ def _is_cast(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target == "to" and _value(node) is not None
 
 
-def _source(x: fx.Node) -> fx.Node:
-    """What is cast."""
-    while _is_cast(x) and _value(x.args[0]) is not None:
+def _source(x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """What is cast, in one or more steps of which none loses what `dtype` still has."""
+    while _is_cast(x) and (before := _value(x.args[0])) is not None:
+        after = _value(x).dtype
+        if after not in (torch.promote_types(after, dtype), torch.promote_types(after, before.dtype)):
+            break
         x = x.args[0]
     return x
 
@@ -189,7 +192,9 @@ def _match(module: fx.GraphModule, node: fx.Node) -> tuple[_Base, _Adapter] | No
         base = _dense(product, passed)
     elif _calls(product, operator.getitem):
         base = _four_bits(module, product, passed)
-    if base is None or _source(base.x) is not _source(adapter.x):
+    if base is None or (out := _value(node)) is None:
+        return None
+    if _source(base.x, out.dtype) is not _source(adapter.x, out.dtype):
         return None
     if any(_is_written_between(module.graph, inside[-1], node) for inside in (base.inside, adapter.inside)):
         return None  # the op would read its input later than they do
@@ -226,7 +231,7 @@ def _replace(graph: fx.Graph, node: fx.Node, base: _Base, adapter: _Adapter) -> 
     # no more than these: to `fx`, what writes into a tensor is dead as well
     for dead in (node, *adapter.inside, *base.inside):
         graph.erase_node(dead)
-    return _Thin(x_A, _source(base.x), dtype, adapter.lora_A)
+    return _Thin(x_A, _source(base.x, dtype), dtype, adapter.lora_A)
 
 
 def _product(graph: fx.Graph, x: fx.Node, lora_A: fx.Node) -> fx.Node:

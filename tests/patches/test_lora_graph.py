@@ -226,6 +226,25 @@ def test_other_products_by_name_are_left_alone(x):
     assert found == [3]
 
 
+@pytest.mark.parametrize("between, same", [(torch.float64, True), (torch.bfloat16, False), (torch.int64, False)])
+def test_an_input_that_a_cast_has_rounded_is_another(x, between, same):
+    model = with_lora(torch.float32, target_modules=["gate", "up"])
+    gated = model.base_model.model
+    cats = []
+
+    def both(x):
+        return gated.gate(x) + gated.up(x.to(between).to(torch.float32))
+
+    def backend(graph, inputs):
+        assert fuse_lora(graph) == 2
+        cats.extend(n for n in graph.graph.nodes if n.target is torch.cat)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(both, backend=backend)(x), both(x))
+    assert len(cats) == same
+
+
 def test_what_writes_into_a_tensor_stays(x):
     """Such a node has no user, and is not dead."""
     model = with_lora(torch.float32)
