@@ -44,7 +44,7 @@ def prefers_flash_4(device: torch.device, dtype: torch.dtype, size: int = 128) -
     capability = _capability(device)
     if capability is None or capability < (9, 0) or dtype not in HALF:
         return False
-    return size <= (128 if capability[0] == 9 else 256) and missing() is None
+    return (size == 128 if capability[0] == 9 else size <= 256) and missing() is None
 
 
 def flash_refusal(
