@@ -35,7 +35,7 @@ def missing() -> str | None:
 
 
 def _refused_size(major: int, size: int, window: int | None) -> str | None:
-    """Head sizes that the kernels of a card have no code for, forward or backward."""
+    """Head sizes that the kernels of a card have no code for, forward or backward, or wrong code."""
     if size % 32:  # 4.0.0b36 pads such sizes, and leaves a part of the gradient of queries unwritten
         return f"head size {size}, no multiple of 32"
     if major == 9:

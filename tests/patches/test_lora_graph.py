@@ -37,7 +37,7 @@ def with_lora(dtype, **config):
     return model
 
 
-def compiled(model):
+def compiled(model, nodes=None):
     """The model as graphs that are traced, rewritten and run as they are, and how many layers each had."""
     torch._dynamo.reset()
     found = []
@@ -45,6 +45,8 @@ def compiled(model):
     def backend(graph, inputs):
         found.append(fuse_lora(graph))
         graph.graph.lint()
+        if nodes is not None:
+            nodes.extend(graph.graph.nodes)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     return torch.compile(model, backend=backend), found
@@ -56,7 +58,8 @@ def run(model, x, autocast=False):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = model(x)
     out.float().square().sum().backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    parameters = ((name.removeprefix("_orig_mod."), p) for name, p in model.named_parameters())
+    grads = {name: p.grad for name, p in parameters if p.grad is not None}
     return {"out": out.detach(), "x": x.grad} | grads
 
 
@@ -86,20 +89,14 @@ def test_the_op(scaling):
 def test_an_input_is_read_once(x):
     """Layers of one input have one product with all of their first factors, and so one with their gradients."""
     model = with_lora(torch.float32, r=5)
-    expected, thin = run(model, x), []
-    torch._dynamo.reset()
-
-    def backend(graph, inputs):
-        assert fuse_lora(graph) == 3
-        graph.graph.lint()
-        linear = [n for n in graph.graph.nodes if n.target is torch.nn.functional.linear]
-        thin.extend(n.args[1].target for n in linear)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    actual = run(torch.compile(model, backend=backend), x)
+    expected, nodes = run(model, x), []
+    fused, found = compiled(model, nodes)
+    actual = run(fused, x)
+    assert found == [3]
+    thin = [n.args[1].target for n in nodes if n.target is torch.nn.functional.linear]
     assert len(thin) == 2 and torch.cat in thin
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name if name in ("out", "x") else f"_orig_mod.{name}"], value)
+        torch.testing.assert_close(actual[name], value)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -110,9 +107,9 @@ def test_layers_are_one_op_each(x, autocast):
     actual = run(fused, x, autocast)
     assert found == [3]
     tolerance = 1e-2 if autocast else 1e-6
-    assert actual.keys() == {n if n in ("out", "x") else f"_orig_mod.{n}" for n in expected}
+    assert actual.keys() == expected.keys()
     for name, value in actual.items():
-        other = expected[name.removeprefix("_orig_mod.")]
+        other = expected[name]
         assert value.dtype == other.dtype
         assert relative_error(value, other) <= tolerance
 
@@ -126,7 +123,7 @@ def test_bf16_error_is_pefts(x):
     actual = run(fused, x, autocast=True)
     assert found == [3]
     for name, value in truth.items():
-        mine = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        mine = actual[name]
         errors = [(v.double() - value).norm() / value.norm() for v in (mine, stock[name])]
         assert errors[0] <= 1.2 * errors[1] + 1e-3, (name, errors)
 
@@ -147,7 +144,7 @@ def test_what_is_left_as_it_is(x, config, expected):
     assert sum(found) == expected  # DoRA comes in several graphs
     if "lora_dropout" not in config:
         for name, value in before.items():
-            other = after[name if name in ("out", "x") else f"_orig_mod.{name}"]
+            other = after[name]
             torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
 
 
@@ -186,18 +183,12 @@ def test_an_input_that_is_written_to_is_read_again(x, write, where):
         write(x)
         return base + adapter * 1.5 + x.sum()
 
-    run = between if where == "between layers" else within
-    torch._dynamo.reset()
-    found = []
-
-    def backend(graph, inputs):
-        found.append(fuse_lora(graph))
-        assert not [n for n in graph.graph.nodes if n.target is torch.cat]
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
+    function, nodes = between if where == "between layers" else within, []
+    fused, found = compiled(function, nodes)
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(run, backend=backend)(x), run(x))
-    assert found == [2 if run is between else 0]
+        torch.testing.assert_close(fused(x), function(x))
+    assert found == [2 if function is between else 0]
+    assert not [n for n in nodes if n.target is torch.cat]
 
 
 def test_layers_that_differ_in_scaling_share_a_graph(x):
@@ -208,7 +199,7 @@ def test_layers_that_differ_in_scaling_share_a_graph(x):
         model.base_model.model.gate.scaling["default"] = scaling
         expected, actual = run(model, x), run(fused, x)
         for name, value in expected.items():
-            other = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+            other = actual[name]
             torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
     assert found == [2, 2]
 
@@ -229,20 +220,15 @@ def test_other_products_by_name_are_left_alone(x):
 @pytest.mark.parametrize("between, same", [(torch.float64, True), (torch.bfloat16, False), (torch.int64, False)])
 def test_an_input_that_a_cast_has_rounded_is_another(x, between, same):
     model = with_lora(torch.float32, target_modules=["gate", "up"])
-    gated = model.base_model.model
-    cats = []
+    gated, nodes = model.base_model.model, []
 
     def both(x):
         return gated.gate(x) + gated.up(x.to(between).to(torch.float32))
 
-    def backend(graph, inputs):
-        assert fuse_lora(graph) == 2
-        cats.extend(n for n in graph.graph.nodes if n.target is torch.cat)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(both, backend=backend)(x), both(x))
-    assert len(cats) == same
+    fused, found = compiled(both, nodes)
+    torch.testing.assert_close(fused(x), both(x))
+    assert found == [2]
+    assert len([n for n in nodes if n.target is torch.cat]) == same
 
 
 def test_what_writes_into_a_tensor_stays(x):
@@ -272,7 +258,7 @@ def test_several_adapters_and_a_trained_weight(x):
     actual = run(fused, x)
     assert found == [2]  # the first adapter of `gate`, and `up`
     for name, value in expected.items():
-        other = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        other = actual[name]
         torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
 
 
@@ -325,7 +311,7 @@ def test_a_weight_in_4_bits(nested):
     actual = run(fused, x, autocast=True)
     assert found == [3]
     for name, value in expected.items():
-        mine = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        mine = actual[name]
         assert mine.dtype == stock[name].dtype
         errors = [relative_error(other, value) for other in (mine, stock[name])]
         assert errors[0] <= 1.2 * errors[1] + 1e-3 and errors[1] < 0.05, (name, errors)
@@ -352,7 +338,7 @@ def test_our_way_back_from_4_bits(nested, rows, monkeypatch):
     wide, tall = torch.Size([128, 64]), torch.Size([64, 128])
     assert calls == [wide, wide, tall][: 3 * (rows > op_4bit.FEW_ROWS)] + [tall, wide, wide]
     for name, value in stock.items():
-        mine = actual[name if name in ("out", "x") else f"_orig_mod.{name}"]
+        mine = actual[name]
         assert relative_error(mine, value) <= 1e-2, name
 
 

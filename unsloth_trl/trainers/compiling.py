@@ -268,18 +268,18 @@ class Compiling:
     def _inner_training_loop(self, *args, **kwargs):
         if self.args.use_liger_kernel and self._config is not None and not self.patch_report.removed:
             # `train` has just bound Liger's forwards to modules, in the place of what the patches had put there
-            config = self._config if self._auto is None else self._auto.config
             if self.patch_report["moe"].applied and _take_liger_off_experts(self.model):
                 logger.warning(
                     "use_liger_kernel=True: experts stay with this package's kernels, since Liger's leave out LoRA on "
                     "experts. liger_kernel_config={'swiglu': False} says so to Liger as well."
                 )
-                reapply(self.patch_report, config, ("moe",), self._skip)
-            self._patch_again(config, "compile_layers")
+                reapply(self.patch_report, self._config, ("moe",), self._skip)
+            self._patch_again(self._config, "compile_layers")
         return super()._inner_training_loop(*args, **kwargs)
 
     def _patch_again(self, config: PatchConfig, switch: str) -> None:
         """Put the patches that depend on a switch on again, between two steps."""
+        self._config = config
         reapply(self.patch_report, config, _PATCHES[switch], self._skip)
         if self._reference is not None:
             report, skip = self._reference
