@@ -22,8 +22,9 @@ class PatchConfig:
             on sm_90, where it was measured to be faster, and else `"flash_attention_2"` (torch's own, CUDA from sm_80,
             fp16 and bf16) where that can do the job, then `"triton"` on the same cards, then `"sdpa"` over segments,
             then `"eager"` (soft-capping, attention sinks). `"flash_attention_4"` is the package `flash-attn-4` (CUDA
-            from sm_90), for segments without parents; where it is installed, `"auto"` tries it first on sm_100 and
-            later, outside of compiled layers and CUDA graphs. A backend named here is used or the forward raises.
+            from sm_90), for segments without parents; where it is installed, `"auto"` tries it first, on sm_90 for
+            heads of 128 and on later cards, outside of compiled layers and CUDA graphs. A backend named here is used
+            or the forward raises.
         packed_metadata (`bool`, *optional*, defaults to `True`):
             Compute boundaries and labelled positions once per batch on the CPU. `False` derives them in every layer,
             as without this package: for ablations.

@@ -17,6 +17,7 @@ import tempfile
 import time
 
 from training import (
+    PIECES,
     be_quiet_and_offline,
     build_in_memory,
     limit_memory,
@@ -24,6 +25,7 @@ from training import (
     lora_config,
     packed_rows,
     take_device,
+    take_off,
     write_profile,
 )
 
@@ -58,6 +60,7 @@ ap.add_argument(
 )
 ap.add_argument("--in_memory", type=int, default=0, help="build the model on the device and not on disk; not unsloth")
 ap.add_argument("--set", nargs="*", default=[], help="extra config fields for mode ours, name=json")
+ap.add_argument("--without", nargs="*", default=[], choices=PIECES, help="parts that have no switch, for ablations")
 a = ap.parse_args()
 be_quiet_and_offline()
 if a.mode == "unsloth":
@@ -74,6 +77,7 @@ if a.mode == "ours":
     from unsloth_trl import SFTConfig, SFTTrainer
 else:
     from trl import SFTConfig, SFTTrainer
+take_off(a.without)
 gpus = take_device()
 limit_memory(a.vram)
 path = a.tokenizer if a.in_memory else build(a.model, a.tokenizer)
@@ -208,6 +212,7 @@ result = {
     "vram": a.vram,
     "timing": a.timing,
     "set": a.set,
+    "without": a.without,
     "median_s": round(median, 4),
     "min_s": round(s[0], 4),
     "max_s": round(s[-1], 4),

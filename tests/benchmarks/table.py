@@ -18,6 +18,7 @@ TIMINGS = {
     "events": "median step (fastest step) between events of the device, nothing synchronised",
     "window": "all steady steps in one window",
 }
+PIECES = {"joined_products": "joined LoRA products", "nf4_kernel": "the NF4 kernel"}
 VERSIONED = {"trl": "trl", "trl_liger": "liger-kernel", "unsloth": "unsloth"}
 
 
@@ -31,7 +32,8 @@ def _name(row: dict) -> str:
     name = NAMES[row["mode"]] + (", QLoRA with experts in 4 bits" if _is_moe(row) and row["qlora"] else "")
     if row["mode"] in VERSIONED:
         name += f" {row['versions'][VERSIONED[row['mode']]]}"
-    return name + (f", `{' '.join(row['set'])}`" if row["set"] else "")
+    name += f", `{' '.join(row['set'])}`" if row["set"] else ""
+    return name + "".join(f", without {PIECES[piece]}" for piece in row.get("without", []))
 
 
 def _is_moe(row: dict) -> bool:

@@ -4,6 +4,9 @@ import os
 from typing import Any
 
 
+PIECES = ("joined_products", "nf4_kernel")
+
+
 def be_quiet_and_offline() -> None:
     """Set the environment; before transformers is imported."""
     os.environ.update(
@@ -23,6 +26,17 @@ def take_device() -> int:
 
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def take_off(pieces: list[str]) -> None:
+    """Leave out, in mode ours, parts of compiled LoRA layers: one product for several `A`, and our NF4 kernel."""
+    if pieces:
+        from unsloth_trl.patches.lora import graph, op_4bit
+
+        if "joined_products" in pieces:
+            graph._join = lambda *_: None
+        if "nf4_kernel" in pieces:
+            op_4bit._is_ours = lambda *_: False
 
 
 def limit_memory(gib: float) -> None:
