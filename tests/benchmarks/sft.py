@@ -188,6 +188,9 @@ else:
 accumulated = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
 if accumulated != (a.bs, 1) or trainer.accelerator.num_processes != gpus:
     raise SystemExit(f"{accumulated} rows a micro-batch and micro-batches a step, not ({a.bs}, 1), or not {gpus} GPUs")
+# what is left over when rows are packed is a short row, and its step no fast one
+full = [i for i, row in enumerate(trainer.train_dataset["input_ids"]) if not a.packing or len(row) > 0.9 * a.len]
+trainer.train_dataset = trainer.train_dataset.select(full)
 row_tokens = [len(row) for row in trainer.train_dataset["input_ids"]]  # packed rows; every token counts, in every mode
 torch.cuda.reset_peak_memory_stats()
 trainer.train()
