@@ -5,6 +5,7 @@ inside of its checkpoint, so that the plan decides from layer to layer and from 
 Where a layer is one graph and is computed again from an input on the device, the checkpoint is within the graph.
 """
 
+import contextlib
 import functools
 import inspect
 import types
@@ -29,6 +30,7 @@ from ..checkpointing.tiles import TileSwitch
 from ..kernels import has_triton
 from ..lora.graph import fuse_lora
 from ..owner import OwnForward
+from .recompute import recompute_functions, without_advice
 
 
 logger = get_logger(__name__)
@@ -141,7 +143,9 @@ class LayerCompiler:
         self.num_graphs += 1
         if self.fuses_lora:
             fuse_lora(graph)
-        return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **kwargs)
+        backend = torch._dynamo.lookup_backend(self.backend)
+        with without_advice() if recompute_functions(graph) else contextlib.nullcontext():
+            return backend(graph, inputs, **kwargs)
 
     def wants(self, hidden: Any, kwargs: dict[str, Any]) -> bool:
         """Whether this call is to run compiled; switches the tiles within the layers on where it is not for them."""

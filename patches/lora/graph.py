@@ -172,11 +172,14 @@ def _four_bits(module: fx.GraphModule, base: fx.Node, passed: tuple[fx.Node, ...
         return inputs.get(value) if isinstance(value, fx.Node) else value
 
     x, packed, shape, absmax, blocksize, quant_type = map(outer, product.args[:6])
-    scales = [product.kwargs.get(name) for name in ("absmax_8bit", "absmax_code", "absmax_offset")]
-    given = [outer(scale) for scale in scales]
-    tensors = [x, packed, absmax, *(g for g, scale in zip(given, scales, strict=True) if scale is not None)]
-    has_bias = len(product.args) > 6 or product.kwargs.get("bias") is not None
-    if has_bias or any(_value(n) is None for n in tensors) or not isinstance(blocksize, int):
+    optional = [product.kwargs.get(name) for name in ("absmax_8bit", "absmax_code", "absmax_offset")]
+    optional.append(product.args[6] if len(product.args) > 6 else product.kwargs.get("bias"))
+    given = [outer(value) for value in optional]
+    tensors = [x, packed, absmax, *(g for g, value in zip(given, optional, strict=True) if value is not None)]
+    if any(_value(n) is None for n in tensors) or not isinstance(blocksize, int):
+        return None
+    bias = given[-1]
+    if bias is not None and (_value(bias).requires_grad or _value(bias).dtype != _value(x).dtype):
         return None
     arguments = (packed, list(shape), absmax, blocksize, quant_type, *given)
     inside = (*passed, base, *others, apply)
@@ -242,10 +245,10 @@ def _product(graph: fx.Graph, x: fx.Node, lora_A: fx.Node) -> fx.Node:
 def _is_written_between(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:
     """Whether something writes into a tensor between two nodes, into their input perhaps."""
     nodes = itertools.dropwhile(lambda node: node is not first, graph.nodes)
-    return any(_writes(node) for node in itertools.takewhile(lambda node: node is not last, nodes))
+    return any(writes(node) for node in itertools.takewhile(lambda node: node is not last, nodes))
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target.endswith("_") and not node.target.endswith("__")
     if node.op != "call_function":

@@ -30,10 +30,10 @@ def _is_ours(x: torch.Tensor, blocksize: int, dtype: torch.dtype) -> bool:
     return use_kernels(x) and blocksize in BLOCKSIZES and dtype in DTYPES
 
 
-def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset):
+def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset, bias):
     quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
     if _is_ours(x, blocksize, x.dtype) and x.numel() > FEW_ROWS * x.shape[-1]:
-        return F.linear(x, _weight(*quantized, dtype=x.dtype))
+        return F.linear(x, _weight(*quantized, dtype=x.dtype), bias)
     return torch.ops.bitsandbytes.gemm_4bit.default(
         x,
         packed,
@@ -41,6 +41,7 @@ def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absma
         absmax,
         blocksize,
         quant_type,
+        bias=bias,
         absmax_8bit=absmax_8bit,
         absmax_code=absmax_code,
         absmax_offset=absmax_offset,
@@ -82,13 +83,14 @@ def lora_linear_4bit(
     absmax_8bit: torch.Tensor | None,
     absmax_code: torch.Tensor | None,
     absmax_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
     lora_A: torch.Tensor,
     lora_B: torch.Tensor,
     x_A: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
     """
-    `lora_linear` without a bias.
+    `lora_linear` with a weight in 4 bits.
 
     Args:
         x (`torch.Tensor` of shape `(..., in_features)`): Input.
@@ -96,13 +98,13 @@ def lora_linear_4bit(
         shape (`list[int]`): `[out_features, in_features]`.
         absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset:
             As `torch.ops.bitsandbytes.gemm_4bit` takes them.
-        lora_A, lora_B, x_A, scaling: As in `lora_linear`, in the dtype of `x`.
+        bias, lora_A, lora_B, x_A, scaling: As in `lora_linear`, in the dtype of `x`.
 
     Returns:
         `torch.Tensor` of shape `(..., out_features)`.
     """
     quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
-    return add_product(_product(x, *quantized), x_A, lora_B, scaling)
+    return add_product(_product(x, *quantized, bias), x_A, lora_B, scaling)
 
 
 @lora_linear_4bit.register_fake
@@ -142,7 +144,7 @@ def _(grad, *rest):
 
 
 def _setup(ctx, inputs, output):
-    kept = inputs[1:]  # all but x
+    kept = inputs[1:9] + inputs[10:]  # all but x and bias
     ctx.save_for_backward(*[value for value in kept if isinstance(value, torch.Tensor)])
     ctx.inputs = [None if isinstance(value, torch.Tensor) else (value,) for value in kept]
 
@@ -151,7 +153,7 @@ def _backward(ctx, grad):
     saved, needs_x = iter(ctx.saved_tensors), ctx.needs_input_grad[0]
     inputs = [next(saved) if other is None else other[0] for other in ctx.inputs]
     grads = torch.ops.unsloth_trl.lora_linear_4bit_backward(grad, *inputs, needs_x)
-    return (grads[0] if needs_x else None, *[None] * 9, grads[2], grads[1], None)
+    return (grads[0] if needs_x else None, *[None] * 10, grads[2], grads[1], None)
 
 
 lora_linear_4bit.register_autograd(_backward, setup_context=_setup)

@@ -262,29 +262,32 @@ def test_several_adapters_and_a_trained_weight(x):
         torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
 
 
-def four_bits(nested):
+def four_bits(nested, bias=False):
     """A model whose linear layers are in 4 bits, and the same in fp64 with the numbers that these stand for."""
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
-    model = Wide().to(torch.bfloat16)
+    model = Wide(bias).to(torch.bfloat16)
     for name, layer in list(model.named_children()):
         quantized = bnb.nn.Linear4bit(
             layer.in_features,
             layer.out_features,
-            bias=False,
+            bias=bias,
             compute_dtype=torch.bfloat16,
             compress_statistics=nested,
             quant_type="nf4",
         )
+        quantized.bias = layer.bias
         quantized.weight = bnb.nn.Params4bit(
             layer.weight.data, requires_grad=False, compress_statistics=nested, quant_type="nf4"
         )
         setattr(model, name, quantized.to("cpu"))
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["gate", "up", "down"])
-    truth = Wide().double()
+    truth = Wide(bias).double()
     for name, layer in truth.named_children():
-        weight = getattr(model, name).weight
+        weight, shift = getattr(model, name).weight, getattr(model, name).bias
         layer.weight.data = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).double()
+        if bias:
+            layer.bias.data = shift.detach().double()
     model, truth = get_peft_model(model, config), get_peft_model(truth, config)
     for (name, parameter), other in zip(model.named_parameters(), truth.parameters(), strict=True):
         if "lora_" in name:
@@ -294,16 +297,17 @@ def four_bits(nested):
 
 
 class Wide(Gated):
-    def __init__(self):
+    def __init__(self, bias):
         nn.Module.__init__(self)
-        self.gate = nn.Linear(64, 128, bias=False)
-        self.up = nn.Linear(64, 128, bias=False)
-        self.down = nn.Linear(128, 64, bias=False)
+        self.gate = nn.Linear(64, 128, bias=bias)
+        self.up = nn.Linear(64, 128, bias=bias)
+        self.down = nn.Linear(128, 64, bias=bias)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain scales", "nested scales"])
-def test_a_weight_in_4_bits(nested):
-    model, truth = four_bits(nested)
+def test_a_weight_in_4_bits(nested, bias):
+    model, truth = four_bits(nested, bias)
     x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = run(truth, x.double())
     stock = run(model, x, autocast=True)
@@ -317,11 +321,25 @@ def test_a_weight_in_4_bits(nested):
         assert errors[0] <= 1.2 * errors[1] + 1e-3 and errors[1] < 0.05, (name, errors)
 
 
+def test_a_bias_that_is_trained_beside_a_weight_in_4_bits():
+    model, _ = four_bits(True, bias=True)
+    trained = model.base_model.model.up.base_layer.bias.requires_grad_()
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    run(model, x, autocast=True)
+    expected = trained.grad.clone()
+    model.zero_grad()
+    fused, found = compiled(model)
+    run(fused, x, autocast=True)
+    assert found == [2]  # the others
+    assert expected.abs().max() > 0 and relative_error(trained.grad, expected) <= 1e-2
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain scales", "nested scales"])
 @pytest.mark.parametrize("rows", [op_4bit.FEW_ROWS, op_4bit.FEW_ROWS + 1])
-def test_our_way_back_from_4_bits(nested, rows, monkeypatch):
+def test_our_way_back_from_4_bits(nested, rows, bias, monkeypatch):
     """As on a GPU, where the kernel is in the reference's place: its numbers, and for many rows its only."""
-    model, _ = four_bits(nested)
+    model, _ = four_bits(nested, bias)
     x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     stock = run(model, x, autocast=True)
     calls = []
@@ -342,9 +360,11 @@ def test_our_way_back_from_4_bits(nested, rows, monkeypatch):
         assert relative_error(mine, value) <= 1e-2, name
 
 
-def test_the_op_in_4_bits():
-    model, _ = four_bits(nested=True)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_op_in_4_bits(has_bias):
+    model, _ = four_bits(True, has_bias)
     layer = model.base_model.model.down
+    bias = layer.base_layer.bias.detach() if has_bias else None
     state = layer.base_layer.weight.quant_state
     generator = torch.Generator().manual_seed(2)
     x, lora_A, lora_B = (torch.randn(s, generator=generator).bfloat16() for s in ((3, 128), (4, 128), (64, 4)))
@@ -353,6 +373,6 @@ def test_the_op_in_4_bits():
     trained = [tensor.requires_grad_() for tensor in (x, lora_A, lora_B)]
     torch.library.opcheck(
         torch.ops.unsloth_trl.lora_linear_4bit,
-        (trained[0], layer.base_layer.weight.data, list(state.shape), *scales, *trained[1:], thin, 1.5),
+        (trained[0], layer.base_layer.weight.data, list(state.shape), *scales, bias, *trained[1:], thin, 1.5),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

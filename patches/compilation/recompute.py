@@ -1,0 +1,86 @@
+"""Lets a checkpoint within a graph recompute what is inside of an autograd function, too.
+
+Before torch 2.12 only the nodes of the checkpointed graph itself are marked for it. An `autograd.Function`, as that of
+bitsandbytes for a weight in 4 bits, is a graph within it, whose results would all be kept: many times as much as a
+layer's input. A checkpoint with a policy, as of `create_selective_checkpoint_contexts`, asks at every op.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ..lora.graph import writes
+
+
+MARKS_ALL = torch.__version__ >= "2.12"  # compares versions, not letters
+
+
+def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = functools.partial(create_selective_checkpoint_contexts, _recompute)
+_contexts.cache_hash = "unsloth_trl: recompute everything"  # what compiled graphs are found by on the disk
+
+
+def recompute_functions(graph: fx.GraphModule) -> int:
+    """
+    Have checkpoints with an autograd function in them ask a policy, which recomputes everything.
+
+    Args:
+        graph (`torch.fx.GraphModule`): As dynamo hands it to a backend, changed in place.
+
+    Returns:
+        `int`: How many checkpoints were changed; none from torch 2.12 on. One whose forward writes into a tensor
+        stays as it is: with a policy, torch refuses what was written to.
+    """
+    number = 0
+    for node in [] if MARKS_ALL else list(_nodes(graph)):
+        if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+            continue
+        body = _bodies(node)[0]
+        inside = list(_nodes(body))
+        functions = (other.target is torch.ops.higher_order.autograd_function_apply for other in inside)
+        if any(functions) and not any(map(writes, inside)):
+            body.meta.setdefault("_checkpoint_context_fn", _contexts)  # where dynamo puts a checkpoint's own
+            number += 1
+    return number
+
+
+def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Of a graph and of those within it, as its forward runs them: without the backwards of autograd functions."""
+    for node in module.graph.nodes:
+        yield node
+        for body in _bodies(node):
+            yield from _nodes(body)
+
+
+def _bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a node calls."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    names = [arg.target for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
+    bodies = [getattr(node.graph.owning_module, str(name), None) for name in names]
+    graphs = [body for body in bodies if isinstance(body, fx.GraphModule)]
+    return graphs[:1] if node.target is torch.ops.higher_order.autograd_function_apply else graphs
+
+
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """Without torch's line that a policy is not asked about writes, which has been seen to."""
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.addFilter(_is_no_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "context_fn is passed" not in str(record.msg)
