@@ -33,6 +33,7 @@ def _name(row: dict) -> str:
     if row["mode"] in VERSIONED:
         name += f" {row['versions'][VERSIONED[row['mode']]]}"
     name += f", `{' '.join(row['set'])}`" if row["set"] else ""
+    name += "" if row.get("gc", 1) else ", activations kept"
     return name + "".join(f", without {PIECES[piece]}" for piece in row.get("without", []))
 
 
@@ -42,7 +43,8 @@ def _is_moe(row: dict) -> bool:
 
 
 def _line(row: dict, stock: dict) -> str:
-    fastest = f" ({row['tok_s_fastest']:,})" if row["timing"] != "window" else ""
+    # a step with a row that is not full is no fast one
+    fastest = "" if row["timing"] == "window" or row.get("short_step") else f" ({row['tok_s_fastest']:,})"
     ratio = f"{row['tok_s'] / stock['tok_s']:.2f}x"
     return f"| {_name(row)} | {row['tok_s']:,}{fastest} | {ratio} | {row['peak_gib']} GiB | {row['commit']} |"
 
@@ -69,14 +71,23 @@ def _sortable(row: dict, key: str) -> tuple[str, float]:
 
 
 def _newest_beside_trl(rows: list[dict], *keys: str) -> list[list[dict]]:
-    """For each value of `keys` the rows of the newest call that has TRL's: two calls are two machines."""
+    """
+    For each value of `keys` the rows of the newest call that has TRL's: two calls are two machines. And those of older
+    ones that have a peer which no newer one has.
+    """
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if _is_current(row):
             values = [("", 0) if key == "qlora" and _is_moe(row) else _sortable(row, key) for key in keys]
             groups.setdefault((*values, row["call"]), []).append(row)
-    found = {key[:-1]: group for key, group in sorted(groups.items()) if any(row["mode"] == "trl" for row in group)}
-    return list(found.values())
+    found: dict[tuple, list[list[dict]]] = {}
+    peers: dict[tuple, set[str]] = {}
+    for (*key, _), group in sorted(groups.items(), reverse=True):
+        modes, known = {row["mode"] for row in group}, peers.setdefault(tuple(key), {"ours"})
+        if "trl" in modes and modes - known:
+            found.setdefault(tuple(key), []).append(group)
+            known |= modes
+    return [group for _, newest in sorted(found.items()) for group in newest]
 
 
 def _where(row: dict) -> str:
