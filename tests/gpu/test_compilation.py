@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import unsloth_trl
 from tests.numerics import masked_rows, run_sft
@@ -175,8 +175,12 @@ def errors(found, expected):
     return distance(found[0], expected[0]), distance(given, right)
 
 
-def test_compiled_layers_need_no_more_memory():
-    """Of a model whose activations are large beside its weights, with one checkpointed layer's at a time."""
+@pytest.mark.parametrize("targets, four_bits", [("all-linear", False), (["q_proj", "v_proj"], True)], ids=str)
+def test_compiled_layers_need_no_more_memory(targets, four_bits):
+    """
+    Of a model whose activations are large beside its weights, with one checkpointed layer's at a time; what PEFT has
+    put no adapter beside included.
+    """
     torch._dynamo.reset()
     config = LlamaConfig(
         vocab_size=512,
@@ -192,8 +196,12 @@ def test_compiled_layers_need_no_more_memory():
     peaks = {}
     for compile_layers in ("off", "on"):
         model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = get_peft_model(model, LoraConfig(r=16, target_modules=targets)).train()
+        if four_bits:
+            options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "dtype": torch.bfloat16}
+            state = model.state_dict()
+            model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, **options).to("cuda")
+        lora = LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora).train()
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
         apply_patches(model, PatchConfig(checkpoint_policy="recompute", compile_layers=compile_layers))

@@ -13,8 +13,8 @@ from unsloth_trl.patches.lora.graph import fuse_lora
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_compiled_for_the_gpu(bits):
+@pytest.mark.parametrize("bits, bias", [(16, False), (4, False), (4, True)])
+def test_compiled_for_the_gpu(bits, bias):
     """Errors against fp64 are at most 1.2 times PEFT's, and a second run asks the device for nothing."""
     torch._dynamo.reset()
     found = []
@@ -23,7 +23,7 @@ def test_compiled_for_the_gpu(bits):
         found.append(fuse_lora(graph))
         return torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
-    model, truth = four_bits(nested=True) if bits == 4 else (with_lora(torch.bfloat16), None)
+    model, truth = four_bits(True, bias) if bits == 4 else (with_lora(torch.bfloat16), None)
     if truth is None:
         truth = copy.deepcopy(model).double()
     for name, parameter in model.named_parameters():
