@@ -194,15 +194,16 @@ def _switches(rows: list[dict]) -> list[str]:
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if _is_current(row):
-            keys = ("model", "timing", "len", "bs", "gpus", "sharded")
-            groups.setdefault((row["call"], *(_sortable(row, key) for key in keys)), []).append(row)
+            keys = ("model", "timing", "len", "bs", "gpus", "sharded", "qlora")
+            values = [("", 0) if key == "qlora" and _is_moe(row) else _sortable(row, key) for key in keys]
+            groups.setdefault((row["call"], *values), []).append(row)
     made = []
     for group in groups.values():
         if len(group) < 2 or any(row["mode"] != "ours" for row in group):
             continue
         first = group[0]
         made.append(
-            f"**Switches, {_step(first)}**, LoRA r=16, "
+            f"**Switches, {_step(first)}**, {'QLoRA (NF4)' if first['qlora'] else 'LoRA'} r=16, "
             f"bf16, {_where(first)}; {TIMINGS[first['timing']]}; call {first['call']}\n\n"
             "| | tokens/s | against the first | peak memory | commit |\n|---|---|---|---|---|\n"
             + "\n".join(_line(row, first) for row in group)
