@@ -29,6 +29,7 @@ from ..checkpointing.settings import tile_of
 from ..checkpointing.tiles import TileSwitch
 from ..kernels import has_triton
 from ..lora.graph import fuse_lora
+from ..lora.graph_4bit import replace_products
 from ..owner import OwnForward
 from .recompute import recompute_functions, without_advice
 
@@ -143,6 +144,7 @@ class LayerCompiler:
         self.num_graphs += 1
         if self.fuses_lora:
             fuse_lora(graph)
+        replace_products(graph)
         backend = torch._dynamo.lookup_backend(self.backend)
         with without_advice() if recompute_functions(graph) else contextlib.nullcontext():
             return backend(graph, inputs, **kwargs)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..lora.graph import writes
+from ..lora.nodes import bodies, writes
 
 
 MARKS_ALL = torch.__version__ >= "2.12"  # compares versions, not letters
@@ -44,7 +44,7 @@ def recompute_functions(graph: fx.GraphModule) -> int:
     for node in [] if MARKS_ALL else list(_nodes(graph)):
         if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
             continue
-        body = _bodies(node)[0]
+        body = bodies(node)[0]
         inside = list(_nodes(body))
         functions = (other.target is torch.ops.higher_order.autograd_function_apply for other in inside)
         if any(functions) and not any(map(writes, inside)):
@@ -54,21 +54,11 @@ def recompute_functions(graph: fx.GraphModule) -> int:
 
 
 def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Of a graph and of those within it, as its forward runs them: without the backwards of autograd functions."""
+    """Of a graph and of those within it, as its forward runs them."""
     for node in module.graph.nodes:
         yield node
-        for body in _bodies(node):
+        for body in bodies(node):
             yield from _nodes(body)
-
-
-def _bodies(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that a node calls."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return []
-    names = [arg.target for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
-    bodies = [getattr(node.graph.owning_module, str(name), None) for name in names]
-    graphs = [body for body in bodies if isinstance(body, fx.GraphModule)]
-    return graphs[:1] if node.target is torch.ops.higher_order.autograd_function_apply else graphs
 
 
 @contextlib.contextmanager

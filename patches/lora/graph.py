@@ -1,6 +1,5 @@
 """Finds PEFT's LoRA on a linear layer in a graph that dynamo has traced, and puts one op in its place."""
 
-import itertools
 import operator
 from typing import Any, NamedTuple
 
@@ -8,11 +7,10 @@ import torch
 from torch import fx
 
 from . import op, op_4bit  # noqa: F401 (registers the ops)
+from .graph_4bit import find_product
+from .nodes import calls, cast, is_written_between, value_of
 
 
-# what dynamo makes of a statement that writes into a tensor
-_IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv)
-_IN_PLACE += (operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul)
 _ADD = (operator.add, operator.iadd, torch.add)
 _MUL = (operator.mul, torch.mul)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,7 +61,7 @@ def fuse_lora(graph: fx.GraphModule) -> int:
             continue
         found: dict[tuple[fx.Node, torch.dtype], list[_Thin]] = {}
         for node in list(module.graph.nodes):
-            if (match := _match(module, node)) is not None:
+            if (match := _match(node)) is not None:
                 thin = _replace(module.graph, node, *match)
                 found.setdefault((thin.x, thin.dtype), []).append(thin)
         for products in found.values():
@@ -75,18 +73,9 @@ def fuse_lora(graph: fx.GraphModule) -> int:
     return number
 
 
-def _value(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _calls(node: Any, *targets: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
-
-
 def _is_linear(node: Any) -> bool:
     """A product as `nn.Linear` has it; others may give their arguments by name."""
-    return _calls(node, torch.nn.functional.linear) and len(node.args) > 1
+    return calls(node, torch.nn.functional.linear) and len(node.args) > 1
 
 
 def _is_number(value: Any) -> bool:
@@ -96,13 +85,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_cast(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_method" and node.target == "to" and _value(node) is not None
+    is_to = isinstance(node, fx.Node) and node.op == "call_method" and node.target == "to"
+    return is_to and value_of(node) is not None
 
 
 def _source(x: fx.Node, dtype: torch.dtype) -> fx.Node:
     """What is cast, in one or more steps of which none loses what `dtype` still has."""
-    while _is_cast(x) and (before := _value(x.args[0])) is not None:
-        after = _value(x).dtype
+    while _is_cast(x) and (before := value_of(x.args[0])) is not None:
+        after = value_of(x).dtype
         if after not in (torch.promote_types(after, dtype), torch.promote_types(after, before.dtype)):
             break
         x = x.args[0]
@@ -113,8 +103,8 @@ def _through(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     """A node behind casts to the dtype that it has and copies, and these; PEFT copies what bitsandbytes returns."""
     passed = ()
     while isinstance(node, fx.Node) and len(node.users) == 1 and node.op == "call_method":
-        before = _value(node.args[0])
-        same = before is not None and _value(node) is not None and before.dtype == _value(node).dtype
+        before = value_of(node.args[0])
+        same = before is not None and value_of(node) is not None and before.dtype == value_of(node).dtype
         if node.target not in ("to", "clone") or not same:
             break
         passed, node = (*passed, node), node.args[0]
@@ -127,7 +117,7 @@ def _bias(node: fx.Node) -> fx.Node | None:
 
 def _adapter(node: Any) -> _Adapter | None:
     scaled, passed = _through(node)
-    if not _calls(scaled, *_MUL) or len(scaled.args) != 2:
+    if not calls(scaled, *_MUL) or len(scaled.args) != 2:
         return None
     outer, scaling = scaled.args
     inner = outer.args[0] if _is_linear(outer) else None
@@ -142,66 +132,35 @@ def _adapter(node: Any) -> _Adapter | None:
 def _dense(base: fx.Node, passed: tuple[fx.Node, ...]) -> _Base | None:
     weight, bias = base.args[1], _bias(base)
     frozen = [weight] if bias is None else [weight, bias]
-    if any(_value(n) is None or _value(n).requires_grad for n in frozen) or len(base.users) != 1:
+    if any(value_of(n) is None or value_of(n).requires_grad for n in frozen) or len(base.users) != 1:
         return None
     fused = torch.ops.unsloth_trl.lora_linear.default
     return _Base(base.args[0], fused, (weight, bias), (*passed, base))
 
 
-def _four_bits(module: fx.GraphModule, base: fx.Node, passed: tuple[fx.Node, ...]) -> _Base | None:
-    """The first result of bitsandbytes' autograd function, whose forward is a graph of its own."""
-    apply, index = base.args
-    if index != 0 or len(base.users) != 1 or not _calls(apply, torch.ops.higher_order.autograd_function_apply):
+def _four_bits(result: fx.Node, passed: tuple[fx.Node, ...]) -> _Base | None:
+    product = find_product(result)
+    if product is None or len(result.users) != 1:
         return None
-    others = [user for user in apply.users if user is not base]
-    if any(user.users or not _calls(user, operator.getitem) for user in others):
+    bias = value_of(product.bias)
+    if bias is not None and (bias.requires_grad or bias.dtype != value_of(product.x).dtype):
         return None
-    body = getattr(module, str(apply.args[0].target), None)
-    if not isinstance(body, fx.GraphModule):
-        return None
-    products = [n for n in body.graph.nodes if "bitsandbytes::gemm_4bit" in str(getattr(n.target, "_name", ""))]
-    if len(products) != 1:
-        return None
-    (product,) = products
-    # operands of the call, by the inputs of its graph
-    inputs = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), apply.args[2:], strict=False))
-
-    def outer(value: Any) -> Any:
-        while isinstance(value, fx.Node) and value.op == "call_method" and value.target in ("view", "reshape"):
-            value = value.args[0]
-        return inputs.get(value) if isinstance(value, fx.Node) else value
-
-    x, packed, shape, absmax, blocksize, quant_type = map(outer, product.args[:6])
-    optional = [product.kwargs.get(name) for name in ("absmax_8bit", "absmax_code", "absmax_offset")]
-    optional.append(product.args[6] if len(product.args) > 6 else product.kwargs.get("bias"))
-    given = [outer(value) for value in optional]
-    tensors = [x, packed, absmax, *(g for g, value in zip(given, optional, strict=True) if value is not None)]
-    if any(_value(n) is None for n in tensors) or not isinstance(blocksize, int):
-        return None
-    bias = given[-1]
-    if bias is not None and (_value(bias).requires_grad or _value(bias).dtype != _value(x).dtype):
-        return None
-    arguments = (packed, list(shape), absmax, blocksize, quant_type, *given)
-    inside = (*passed, base, *others, apply)
-    return _Base(x, torch.ops.unsloth_trl.lora_linear_4bit.default, arguments, inside)
+    fused = torch.ops.unsloth_trl.lora_linear_4bit.default
+    return _Base(product.x, fused, product.arguments, (*passed, *product.inside))
 
 
-def _match(module: fx.GraphModule, node: fx.Node) -> tuple[_Base, _Adapter] | None:
-    if not _calls(node, *_ADD) or len(node.args) != 2 or node.kwargs or (adapter := _adapter(node.args[1])) is None:
+def _match(node: fx.Node) -> tuple[_Base, _Adapter] | None:
+    if not calls(node, *_ADD) or len(node.args) != 2 or node.kwargs or (adapter := _adapter(node.args[1])) is None:
         return None
     product, passed = _through(node.args[0])
-    base = None
-    if _is_linear(product):
-        base = _dense(product, passed)
-    elif _calls(product, operator.getitem):
-        base = _four_bits(module, product, passed)
-    if base is None or (out := _value(node)) is None:
+    base = _dense(product, passed) if _is_linear(product) else _four_bits(product, passed)
+    if base is None or (out := value_of(node)) is None:
         return None
     if _source(base.x, out.dtype) is not _source(adapter.x, out.dtype):
         return None
-    if any(_is_written_between(module.graph, inside[-1], node) for inside in (base.inside, adapter.inside)):
+    if any(is_written_between(node.graph, inside[-1], node) for inside in (base.inside, adapter.inside)):
         return None  # the op would read its input later than they do
-    values = [_value(n) for n in (node, product, *adapter.inside, adapter.lora_A, adapter.lora_B)]
+    values = [value_of(n) for n in (node, product, *adapter.inside, adapter.lora_A, adapter.lora_B)]
     if any(value is None for value in values) or values[0].dtype not in _DTYPES:
         return None
     if len({value.dtype for value in values[:-2]}) > 1:
@@ -209,19 +168,12 @@ def _match(module: fx.GraphModule, node: fx.Node) -> tuple[_Base, _Adapter] | No
     return base, adapter
 
 
-def _cast(graph: fx.Graph, other: Any, dtype: torch.dtype) -> Any:
-    # by autocast, in the layer; in the graph they are fused with what is before them
-    value = _value(other)
-    floating = value is not None and value.is_floating_point()
-    return graph.call_method("to", (other, dtype)) if floating and value.dtype != dtype else other
-
-
 def _replace(graph: fx.Graph, node: fx.Node, base: _Base, adapter: _Adapter) -> _Thin:
-    dtype = _value(node).dtype
+    dtype = value_of(node).dtype
     with graph.inserting_before(node):
-        x, lora_A, lora_B = (_cast(graph, n, dtype) for n in (base.x, adapter.lora_A, adapter.lora_B))
+        x, lora_A, lora_B = (cast(graph, n, dtype) for n in (base.x, adapter.lora_A, adapter.lora_B))
         dense = base.fused is torch.ops.unsloth_trl.lora_linear.default
-        arguments = tuple(_cast(graph, n, dtype) for n in base.arguments) if dense else base.arguments
+        arguments = tuple(cast(graph, n, dtype) for n in base.arguments) if dense else base.arguments
         x_A = _product(graph, x, lora_A)
         thin, first, scaling = x_A, graph.call_method("detach", (lora_A,)), adapter.scaling
         if isinstance(scaling, fx.Node):
@@ -242,34 +194,15 @@ def _product(graph: fx.Graph, x: fx.Node, lora_A: fx.Node) -> fx.Node:
     return graph.call_function(torch.nn.functional.linear, (graph.call_method("detach", (x,)), lora_A))
 
 
-def _is_written_between(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:
-    """Whether something writes into a tensor between two nodes, into their input perhaps."""
-    nodes = itertools.dropwhile(lambda node: node is not first, graph.nodes)
-    return any(writes(node) for node in itertools.takewhile(lambda node: node is not last, nodes))
-
-
-def writes(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
-    if node.op != "call_function":
-        return False
-    mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    name, home = (getattr(node.target, key, None) or "" for key in ("__name__", "__module__"))
-    in_place = name.endswith("_") and not name.endswith("__")  # `torch.relu_`
-    # by place, `inplace` may be any argument
-    asked = node.kwargs.get("inplace") or (home == "torch.nn.functional" and any(value is True for value in node.args))
-    return bool("out" in node.kwargs or asked or mutable or in_place or node.target in _IN_PLACE)
-
-
 def _join(graph: fx.Graph, products: list[_Thin]) -> None:
     """One product for all, in the place of the first: the input is read once, here and in the backward."""
-    if len(products) < 2 or _is_written_between(graph, products[0].node, products[-1].node):
+    if len(products) < 2 or is_written_between(graph, products[0].node, products[-1].node):
         return
     first = products[0]
     with graph.inserting_before(first.node):
-        joined = graph.call_function(torch.cat, ([_cast(graph, thin.lora_A, thin.dtype) for thin in products],))
+        joined = graph.call_function(torch.cat, ([cast(graph, thin.lora_A, thin.dtype) for thin in products],))
         x = first.node.args[0].args[0]
-        ranks = [_value(thin.lora_A).shape[0] for thin in products]
+        ranks = [value_of(thin.lora_A).shape[0] for thin in products]
         parts = graph.call_function(torch.split, (_product(graph, x, joined), ranks, -1))
         for place, thin in enumerate(products):
             thin.node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, place)))

@@ -1,4 +1,4 @@
-"""`lora_linear` over a weight of bitsandbytes' 4-bit format.
+"""Products with a weight in bitsandbytes' 4-bit format, without and with an adapter, as ops of a compiled graph.
 
 On a GPU the weight comes back by our own kernel, into memory that the allocator hands from one layer to the next, and
 cuBLAS multiplies. Elsewhere, and for as few rows as an answer that is being generated has, bitsandbytes does both.
@@ -72,6 +72,53 @@ def _weight(packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_co
     return ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, dtype)
 
 
+@torch.library.custom_op("unsloth_trl::linear_4bit", mutates_args=())
+def linear_4bit(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    shape: list[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    absmax_8bit: torch.Tensor | None,
+    absmax_code: torch.Tensor | None,
+    absmax_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """
+    `x @ weight.T + bias`, in the dtype of `x`; the gradient is that of `x` alone.
+
+    Args:
+        x (`torch.Tensor` of shape `(..., in_features)`): Input.
+        packed (`torch.Tensor` of shape `(out_features * in_features / 2, 1)`, uint8): The weight.
+        shape (`list[int]`): `[out_features, in_features]`.
+        absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset:
+            As `torch.ops.bitsandbytes.gemm_4bit` takes them.
+        bias (`torch.Tensor` of shape `(out_features,)`, *optional*): Bias, in the dtype of `x`.
+
+    Returns:
+        `torch.Tensor` of shape `(..., out_features)`.
+    """
+    return _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset, bias)
+
+
+@torch.library.custom_op("unsloth_trl::linear_4bit_backward", mutates_args=())
+def linear_4bit_backward(
+    grad: torch.Tensor,
+    packed: torch.Tensor,
+    shape: list[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    absmax_8bit: torch.Tensor | None,
+    absmax_code: torch.Tensor | None,
+    absmax_offset: torch.Tensor | None,
+) -> torch.Tensor:
+    """The gradient of `x`, from that of the output."""
+    quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
+    return torch.matmul(grad, _weight(*quantized, dtype=grad.dtype))
+
+
 @torch.library.custom_op("unsloth_trl::lora_linear_4bit", mutates_args=())
 def lora_linear_4bit(
     x: torch.Tensor,
@@ -93,11 +140,7 @@ def lora_linear_4bit(
     `lora_linear` with a weight in 4 bits.
 
     Args:
-        x (`torch.Tensor` of shape `(..., in_features)`): Input.
-        packed (`torch.Tensor` of shape `(out_features * in_features / 2, 1)`, uint8): The weight.
-        shape (`list[int]`): `[out_features, in_features]`.
-        absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset:
-            As `torch.ops.bitsandbytes.gemm_4bit` takes them.
+        x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset: As in `linear_4bit`.
         bias, lora_A, lora_B, x_A, scaling: As in `lora_linear`, in the dtype of `x`.
 
     Returns:
@@ -107,9 +150,15 @@ def lora_linear_4bit(
     return add_product(_product(x, *quantized, bias), x_A, lora_B, scaling)
 
 
+@linear_4bit.register_fake
 @lora_linear_4bit.register_fake
 def _(x, packed, shape, *rest):
     return x.new_empty(*x.shape[:-1], shape[0])
+
+
+@linear_4bit_backward.register_fake
+def _(grad, packed, shape, *rest):
+    return grad.new_empty(*grad.shape[:-1], shape[1])
 
 
 @torch.library.custom_op("unsloth_trl::lora_linear_4bit_backward", mutates_args=())
@@ -149,11 +198,22 @@ def _setup(ctx, inputs, output):
     ctx.inputs = [None if isinstance(value, torch.Tensor) else (value,) for value in kept]
 
 
+def _inputs(ctx):
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if other is None else other[0] for other in ctx.inputs]
+
+
+def _product_backward(ctx, grad):
+    needs_x = ctx.needs_input_grad[0]
+    grad_x = torch.ops.unsloth_trl.linear_4bit_backward(grad, *_inputs(ctx)) if needs_x else None
+    return (grad_x, *[None] * 9)
+
+
 def _backward(ctx, grad):
-    saved, needs_x = iter(ctx.saved_tensors), ctx.needs_input_grad[0]
-    inputs = [next(saved) if other is None else other[0] for other in ctx.inputs]
+    needs_x, inputs = ctx.needs_input_grad[0], _inputs(ctx)
     grads = torch.ops.unsloth_trl.lora_linear_4bit_backward(grad, *inputs, needs_x)
     return (grads[0] if needs_x else None, *[None] * 10, grads[2], grads[1], None)
 
 
+linear_4bit.register_autograd(_product_backward, setup_context=_setup)
 lora_linear_4bit.register_autograd(_backward, setup_context=_setup)

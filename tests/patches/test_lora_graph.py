@@ -262,7 +262,7 @@ def test_several_adapters_and_a_trained_weight(x):
         torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-5)
 
 
-def four_bits(nested, bias=False):
+def four_bits(nested, bias=False, targets=("gate", "up", "down")):
     """A model whose linear layers are in 4 bits, and the same in fp64 with the numbers that these stand for."""
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
@@ -281,7 +281,7 @@ def four_bits(nested, bias=False):
             layer.weight.data, requires_grad=False, compress_statistics=nested, quant_type="nf4"
         )
         setattr(model, name, quantized.to("cpu"))
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=["gate", "up", "down"])
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=list(targets))
     truth = Wide(bias).double()
     for name, layer in truth.named_children():
         weight, shift = getattr(model, name).weight, getattr(model, name).bias
