@@ -207,6 +207,15 @@ def test_qlora_of_a_mixture_has_its_experts_in_4_bits(tmp_path, files):
         ("sft", {}, ["--learning_rat", "1"], "unknown option --learning_rat; did you mean --learning_rate?"),
         ("sft", {}, ["--lora-rr=4"], "unknown option --lora_rr; did you mean --lora_r?"),
         ("sft", {}, ["steps"], "unexpected argument 'steps'; options begin with --"),
+        ("sft", {}, ["--lora_rank", "8"], "unknown option --lora_rank; write --lora_r"),
+        ("sft", {"max_seq_length": 64}, [], "recipe.yaml: unknown key 'max_seq_length'; write max_length"),
+        ("grpo", {"max_seq_length": 64}, [], "unknown key 'max_seq_length'; TRL's GRPO takes prompts whole: filter"),
+        (
+            "sft",
+            {},
+            ["--use_gradient_checkpointing", "unsloth"],
+            "set gradient_checkpointing=False, checkpoint_policy",
+        ),
         ("sft", {"packin": True}, [], "recipe.yaml: unknown key 'packin'; did you mean packing?"),
         (
             "sft",

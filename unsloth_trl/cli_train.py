@@ -31,6 +31,7 @@ from .config import GRPOConfig, SFTConfig
 from .hub.card import is_local
 from .hub.checkpoints import existing_part
 from .messages import first_line
+from .unknown_arguments import option_instead
 
 
 logger = get_logger(__name__)
@@ -168,6 +169,8 @@ def _options(left_over: Sequence[str]) -> list[str]:
 
 
 def _closest(name: str, known: set[str], prefix: str = "") -> str:
+    if (instead := option_instead(name, known, prefix)) is not None:
+        return f"; {instead}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {prefix}{close[0]}?" if close else "; see --help for all of them"
 

@@ -108,6 +108,19 @@ INSTEAD_GRPO = {
 INSTEAD_SFT = {"max_prompt_length": "set max_length=..., which limits prompt and completion together"}
 
 
+# What options of the command line have other names for than arguments.
+OPTIONS = {
+    "dataset": "dataset_name",
+    "lora_rank": "lora_r",
+    "model": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    "modules_to_save": "lora_modules_to_save",
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "torch_dtype": "dtype",
+}
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     """A question for the closest name that is known, or `None` if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -174,6 +187,21 @@ def check_fields(config: type, given: dict[str, Any]) -> None:
         in_trainer = dict.fromkeys(_parameters(stock), stock.__name__)
         answers = {name: _answer(name, value, known, given, in_trainer, config) for name, value in unknown.items()}
         raise TypeError(_message(config, unknown, answers))
+
+
+def option_instead(name: str, known: Container[str], prefix: str = "") -> str | None:
+    """
+    What to write instead of an option or a recipe's key that there is not, or `None` if nothing is known of it.
+
+    Args:
+        name (`str`): The option, without dashes.
+        known (`Container[str]`): The options of the task.
+        prefix (`str`): What stands in front of an option.
+    """
+    new = OPTIONS.get(name) or RENAMED.get(name)
+    if new in known:
+        return f"write {prefix}{new}"
+    return (INSTEAD_GRPO if "num_generations" in known else INSTEAD_SFT).get(name) or INSTEAD.get(name)
 
 
 def _check_config(owner: type, config: type, args: Any) -> None:
