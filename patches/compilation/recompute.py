@@ -1,8 +1,9 @@
 """Lets a checkpoint within a graph recompute what is inside of an autograd function, too.
 
-Before torch 2.12 only the nodes of the checkpointed graph itself are marked for it. An `autograd.Function`, as that of
-bitsandbytes for a weight in 4 bits, is a graph within it, whose results would all be kept: many times as much as a
-layer's input. A checkpoint with a policy, as of `create_selective_checkpoint_contexts`, asks at every op.
+Before torch 2.12 only the nodes of the checkpointed graph itself are marked for it. An `autograd.Function`, as many
+kernels come in, is a graph within it, whose results would all be kept. A checkpoint with a policy, as of
+`create_selective_checkpoint_contexts`, asks at every op. (Products with weights in 4 bits are no functions any more
+when this looks: `lora.graph_4bit`.)
 """
 
 import contextlib
@@ -26,7 +27,6 @@ def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 
 _contexts = functools.partial(create_selective_checkpoint_contexts, _recompute)
-_contexts.cache_hash = "unsloth_trl: recompute everything"  # what compiled graphs are found by on the disk
 
 
 def recompute_functions(graph: fx.GraphModule) -> int:
@@ -37,8 +37,8 @@ def recompute_functions(graph: fx.GraphModule) -> int:
         graph (`torch.fx.GraphModule`): As dynamo hands it to a backend, changed in place.
 
     Returns:
-        `int`: How many checkpoints were changed; none from torch 2.12 on. One whose forward writes into a tensor
-        stays as it is: with a policy, torch refuses what was written to.
+        `int`: How many checkpoints were changed; none from torch 2.12 on. One with a policy, or with one in it,
+        stays as it is, and so does one whose forward writes into a tensor: with a policy, torch may refuse that.
     """
     number = 0
     for node in [] if MARKS_ALL else list(_nodes(graph)):
@@ -46,9 +46,12 @@ def recompute_functions(graph: fx.GraphModule) -> int:
             continue
         body = bodies(node)[0]
         inside = list(_nodes(body))
+        within = [body, *(other for n in inside for other in bodies(n))]
+        if any("_checkpoint_context_fn" in part.meta for part in within):
+            continue  # somebody's own policy
         functions = (other.target is torch.ops.higher_order.autograd_function_apply for other in inside)
         if any(functions) and not any(map(writes, inside)):
-            body.meta.setdefault("_checkpoint_context_fn", _contexts)  # where dynamo puts a checkpoint's own
+            body.meta["_checkpoint_context_fn"] = _contexts  # where dynamo puts a checkpoint's own
             number += 1
     return number
 

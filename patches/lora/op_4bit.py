@@ -86,7 +86,7 @@ def linear_4bit(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """
-    `x @ weight.T + bias`, in the dtype of `x`; the gradient is that of `x` alone.
+    `x @ weight.T + bias`, in the dtype of `x`; gradients are those of `x` and `bias`.
 
     Args:
         x (`torch.Tensor` of shape `(..., in_features)`): Input.
@@ -206,7 +206,8 @@ def _inputs(ctx):
 def _product_backward(ctx, grad):
     needs_x = ctx.needs_input_grad[0]
     grad_x = torch.ops.unsloth_trl.linear_4bit_backward(grad, *_inputs(ctx)) if needs_x else None
-    return (grad_x, *[None] * 9)
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[9] else None
+    return (grad_x, *[None] * 8, grad_bias)
 
 
 def _backward(ctx, grad):

@@ -84,6 +84,77 @@ def test_a_bias_that_is_trained():
     assert expected.abs().max() > 0 and relative_error(trained.grad, expected) <= 1e-2
 
 
+class Other(torch.autograd.Function):
+    """Somebody's function around the same op, with another result or another gradient."""
+
+    @staticmethod
+    def forward(ctx, x, packed, shape, absmax, blocksize, factor, slope):
+        ctx.slope, ctx.shape = slope, x.shape
+        out = torch.ops.bitsandbytes.gemm_4bit.default(x, packed, shape, absmax, blocksize, "nf4")
+        return out * factor if factor != 1 else out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.slope * grad.sum() * grad.new_ones(ctx.shape), None, None, None, None, None, None
+
+
+@pytest.mark.parametrize("factor, slope", [(2.0, 0.5), (1.0, 0.1)], ids=["result", "gradient"])
+def test_functions_of_others_stay(factor, slope):
+    model, _ = four_bits(False)
+    weight = model.base_model.model.gate.base_layer.weight
+    state = weight.quant_state
+
+    def function(x):
+        return Other.apply(x, weight.data, list(state.shape), state.absmax, state.blocksize, factor, slope)
+
+    found, results = [], []
+
+    def backend(graph, inputs):
+        found.append(replace_products(graph))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    for callable in (function, torch.compile(function, backend=backend)):
+        x = rows().requires_grad_()
+        out = callable(x)
+        out.float().sum().backward()
+        results.append((out.detach(), x.grad))
+    assert found == [0]
+    for one, other in zip(*results, strict=True):
+        assert one.abs().max() > 0 and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("compute, around, within", [("float32", True, False), ("float16", True, True)])
+def test_the_dtype_that_autocast_gives_there(compute, around, within):
+    """A region within the graph that turns it off, and a product that fp16 cannot hold."""
+    model, truth = four_bits(True)
+    layer = model.base_model.model.gate.base_layer
+    layer.compute_dtype = getattr(torch, compute)
+    layer.weight.quant_state.dtype = layer.compute_dtype
+    x = rows(dtype=torch.float32)
+    if compute == "float16":
+        x = x.sign() * 1e-3 + 3e4 * truth.base_model.model.gate.base_layer.weight[0].sign().float()
+
+    def function(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            return layer(x)
+
+    torch._dynamo.reset()
+    found, outs = [], []
+
+    def backend(graph, inputs):
+        found.append(replace_products(graph))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for callable in (function, torch.compile(function, backend=backend)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            outs.append(callable(x.clone().requires_grad_()).detach())
+    assert found == [1] and outs[0].isfinite().all() and (compute == "float32" or outs[0].abs().max() > 65504)
+    # uncompiled, a weight is rounded to fp16 on its way to bf16
+    assert outs[0].dtype == outs[1].dtype
+    assert relative_error(outs[1], outs[0]) < (1e-6 if compute == "float32" else 3e-3)
+
+
 def test_without_gradients():
     """There bitsandbytes calls its op itself."""
     model, truth = four_bits(True, bias=True, targets=("down",))

@@ -71,7 +71,7 @@ THEIRS = functools.partial(create_selective_checkpoint_contexts, keep_products)
         (Squared.apply, {}, 1),
         (torch.square, {}, 0),
         (Written.apply, {}, 0),
-        (Squared.apply, {"context_fn": THEIRS}, 1),
+        (Squared.apply, {"context_fn": THEIRS}, 0),
     ],
     ids=["function", "no function", "writes", "a policy of its own"],
 )
