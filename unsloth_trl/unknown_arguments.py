@@ -201,7 +201,11 @@ def option_instead(name: str, known: Container[str], prefix: str = "") -> str | 
     new = OPTIONS.get(name) or RENAMED.get(name)
     if new in known:
         return f"write {prefix}{new}"
-    return (INSTEAD_GRPO if "num_generations" in known else INSTEAD_SFT).get(name) or INSTEAD.get(name)
+    return _sentence(name, "num_generations" in known)
+
+
+def _sentence(name: str, is_grpo: bool) -> str | None:
+    return (INSTEAD_GRPO if is_grpo else INSTEAD_SFT).get(name) or INSTEAD.get(name)
 
 
 def _check_config(owner: type, config: type, args: Any) -> None:
@@ -242,7 +246,7 @@ def _answer(
         return f"write {_shown(new, value)}"
     if new in elsewhere:
         return f"pass {_shown(new, value)} to {elsewhere[new]}"
-    sentence = (INSTEAD_GRPO if is_grpo else INSTEAD_SFT).get(name) or INSTEAD.get(name)
+    sentence = _sentence(name, is_grpo)
     if sentence is not None:
         return "leave it out" if value is None or value is False else sentence
     other, other_trainer = (trl.SFTConfig, trl.SFTTrainer) if is_grpo else (trl.GRPOConfig, trl.GRPOTrainer)

@@ -129,8 +129,8 @@ def _replace(graph: fx.Graph, result: fx.Node, product: Product4bit) -> None:
         x, bias = cast(graph, product.x, dtype), cast(graph, product.bias, dtype)
         made = graph.call_function(torch.ops.unsloth_trl.linear_4bit.default, (x, *product.arguments[:-1], bias))
     made.meta = dict(result.meta)
-    if dtype != value_of(product.x).dtype:
-        del made.meta["example_value"]  # what comes after it was traced with another dtype, but runs with this one
+    if (value := value_of(result)) is not None:
+        made.meta["example_value"] = value.to(dtype)  # what comes after it was traced with another, but runs with this
     result.replace_all_uses_with(made)
     for dead in product.inside:
         graph.erase_node(dead)

@@ -18,6 +18,14 @@ NESTED_BLOCKSIZE = 256  # of the scales' scales: the only one that bitsandbytes'
 FEW_ROWS = 512  # up to some number of them bitsandbytes multiplies without a dense weight, whatever the card
 
 
+# what the ops take alike
+QUANTIZED = (
+    "Tensor packed, SymInt[] shape, Tensor absmax, SymInt blocksize, str quant_type, Tensor? absmax_8bit, "
+    "Tensor? absmax_code, Tensor? absmax_offset"
+)
+ADAPTER = "Tensor lora_A, Tensor lora_B, Tensor x_A, float scaling"
+
+
 @functools.cache
 def _code(quant_type: str, device: torch.device) -> torch.Tensor:
     """The value of each digit, on the device."""
@@ -30,10 +38,10 @@ def _is_ours(x: torch.Tensor, blocksize: int, dtype: torch.dtype) -> bool:
     return use_kernels(x) and blocksize in BLOCKSIZES and dtype in DTYPES
 
 
-def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset, bias):
-    quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
+def _product(x, quantized, bias):
+    packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset = quantized
     if _is_ours(x, blocksize, x.dtype) and x.numel() > FEW_ROWS * x.shape[-1]:
-        return F.linear(x, _weight(*quantized, dtype=x.dtype), bias)
+        return F.linear(x, _weight(quantized, x.dtype), bias)
     return torch.ops.bitsandbytes.gemm_4bit.default(
         x,
         packed,
@@ -48,7 +56,8 @@ def _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absma
     )
 
 
-def _weight(packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset, dtype):
+def _weight(quantized, dtype):
+    packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset = quantized
     if _is_ours(packed, blocksize, dtype):
         out = torch.empty(shape, dtype=dtype, device=packed.device)
         nested = absmax_8bit is not None
@@ -72,19 +81,12 @@ def _weight(packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_co
     return ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, dtype)
 
 
-@torch.library.custom_op("unsloth_trl::linear_4bit", mutates_args=())
-def linear_4bit(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    shape: list[int],
-    absmax: torch.Tensor,
-    blocksize: int,
-    quant_type: str,
-    absmax_8bit: torch.Tensor | None,
-    absmax_code: torch.Tensor | None,
-    absmax_offset: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _op(name: str, schema: str):
+    return torch.library.custom_op(f"unsloth_trl::{name}", mutates_args=(), schema=schema)
+
+
+@_op("linear_4bit", f"(Tensor x, {QUANTIZED}, Tensor? bias) -> Tensor")
+def linear_4bit(x, *rest):
     """
     `x @ weight.T + bias`, in the dtype of `x`; gradients are those of `x` and `bias`.
 
@@ -99,43 +101,18 @@ def linear_4bit(
     Returns:
         `torch.Tensor` of shape `(..., out_features)`.
     """
-    return _product(x, packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset, bias)
+    *quantized, bias = rest
+    return _product(x, quantized, bias)
 
 
-@torch.library.custom_op("unsloth_trl::linear_4bit_backward", mutates_args=())
-def linear_4bit_backward(
-    grad: torch.Tensor,
-    packed: torch.Tensor,
-    shape: list[int],
-    absmax: torch.Tensor,
-    blocksize: int,
-    quant_type: str,
-    absmax_8bit: torch.Tensor | None,
-    absmax_code: torch.Tensor | None,
-    absmax_offset: torch.Tensor | None,
-) -> torch.Tensor:
+@_op("linear_4bit_backward", f"(Tensor grad, {QUANTIZED}) -> Tensor")
+def linear_4bit_backward(grad, *quantized):
     """The gradient of `x`, from that of the output."""
-    quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
-    return torch.matmul(grad, _weight(*quantized, dtype=grad.dtype))
+    return torch.matmul(grad, _weight(quantized, grad.dtype))
 
 
-@torch.library.custom_op("unsloth_trl::lora_linear_4bit", mutates_args=())
-def lora_linear_4bit(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    shape: list[int],
-    absmax: torch.Tensor,
-    blocksize: int,
-    quant_type: str,
-    absmax_8bit: torch.Tensor | None,
-    absmax_code: torch.Tensor | None,
-    absmax_offset: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    lora_A: torch.Tensor,
-    lora_B: torch.Tensor,
-    x_A: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
+@_op("lora_linear_4bit", f"(Tensor x, {QUANTIZED}, Tensor? bias, {ADAPTER}) -> Tensor")
+def lora_linear_4bit(x, *rest):
     """
     `lora_linear` with a weight in 4 bits.
 
@@ -146,8 +123,19 @@ def lora_linear_4bit(
     Returns:
         `torch.Tensor` of shape `(..., out_features)`.
     """
-    quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
-    return add_product(_product(x, *quantized, bias), x_A, lora_B, scaling)
+    *quantized, bias, _, lora_B, x_A, scaling = rest
+    return add_product(_product(x, quantized, bias), x_A, lora_B, scaling)
+
+
+@_op(
+    "lora_linear_4bit_backward",
+    f"(Tensor grad, {QUANTIZED}, {ADAPTER}, bool needs_x) -> (Tensor, Tensor, Tensor)",
+)
+def lora_linear_4bit_backward(grad, *rest):
+    """Gradients of `x` (empty unless `needs_x`), `x_A` and `lora_B`."""
+    *quantized, lora_A, lora_B, x_A, scaling, needs_x = rest
+    weight = _weight(quantized, grad.dtype) if needs_x else None
+    return adapter_gradients(grad, weight, lora_A, lora_B, x_A, scaling)
 
 
 @linear_4bit.register_fake
@@ -159,31 +147,6 @@ def _(x, packed, shape, *rest):
 @linear_4bit_backward.register_fake
 def _(grad, packed, shape, *rest):
     return grad.new_empty(*grad.shape[:-1], shape[1])
-
-
-@torch.library.custom_op("unsloth_trl::lora_linear_4bit_backward", mutates_args=())
-def lora_linear_4bit_backward(
-    grad: torch.Tensor,
-    packed: torch.Tensor,
-    shape: list[int],
-    absmax: torch.Tensor,
-    blocksize: int,
-    quant_type: str,
-    absmax_8bit: torch.Tensor | None,
-    absmax_code: torch.Tensor | None,
-    absmax_offset: torch.Tensor | None,
-    lora_A: torch.Tensor,
-    lora_B: torch.Tensor,
-    x_A: torch.Tensor,
-    scaling: float,
-    needs_x: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `x` (empty unless `needs_x`), `x_A` and `lora_B`."""
-    weight = None
-    if needs_x:
-        quantized = packed, shape, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
-        weight = _weight(*quantized, dtype=grad.dtype)
-    return adapter_gradients(grad, weight, lora_A, lora_B, x_A, scaling)
 
 
 @lora_linear_4bit_backward.register_fake

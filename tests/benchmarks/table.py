@@ -7,6 +7,7 @@ import json
 import pathlib
 
 from tests.benchmarks import parts
+from tests.benchmarks.training import PIECES
 from unsloth_trl import GRPOConfig, PatchConfig
 
 
@@ -18,7 +19,6 @@ TIMINGS = {
     "events": "median step (fastest step) between events of the device, nothing synchronised",
     "window": "all steady steps in one window",
 }
-PIECES = {"joined_products": "joined LoRA products", "nf4_kernel": "the NF4 kernel"}
 VERSIONED = {"trl": "trl", "trl_liger": "liger-kernel", "unsloth": "unsloth"}
 
 
@@ -70,6 +70,14 @@ def _sortable(row: dict, key: str) -> tuple[str, float]:
     return (value, 0) if isinstance(value, str) else ("", value)
 
 
+def _values(row: dict, keys: tuple[str, ...]) -> list[tuple[str, float]]:
+    return [("", 0) if key == "qlora" and _is_moe(row) else _sortable(row, key) for key in keys]
+
+
+def _adapter(row: dict) -> str:
+    return "QLoRA (NF4)" if row.get("qlora") else "LoRA"
+
+
 def _newest_beside_trl(rows: list[dict], *keys: str) -> list[list[dict]]:
     """
     For each value of `keys` the rows of the newest call that has TRL's: two calls are two machines. And those of older
@@ -78,8 +86,7 @@ def _newest_beside_trl(rows: list[dict], *keys: str) -> list[list[dict]]:
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         if _is_current(row):
-            values = [("", 0) if key == "qlora" and _is_moe(row) else _sortable(row, key) for key in keys]
-            groups.setdefault((*values, row["call"]), []).append(row)
+            groups.setdefault((*_values(row, keys), row["call"]), []).append(row)
     found: dict[tuple, list[list[dict]]] = {}
     peers: dict[tuple, set[str]] = {}
     for (*key, _), group in sorted(groups.items(), reverse=True):
@@ -104,10 +111,9 @@ def _sft(rows: list[dict]) -> str:
     first = rows[0]
     how = TIMINGS[first["timing"]]
     gc = "gradient checkpointing" if first["gc"] else "activations kept"
-    adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
     dtype = "fp16" if first.get("dtype") == "float16" else "bf16"
     return (
-        f"**{_step(first)}**, {adapter} r=16, "
+        f"**{_step(first)}**, {_adapter(first)} r=16, "
         f"{gc}, {dtype}, packed rows of {first['len']}, {_where(first)}; {how}; call {first['call']}\n\n"
         "| | tokens/s | against TRL | peak memory | commit |\n|---|---|---|---|---|\n"
         + "\n".join(_line(row, next(r for r in rows if r["mode"] == "trl")) for row in rows)
@@ -118,12 +124,11 @@ def _grpo(rows: list[dict]) -> str:
     first = rows[0]
     accumulation = f", {first['ga']} micro-batches a step" if first["ga"] > 1 else ""
     lengths = f"of {first['R']}" if first.get("fixed") else f"{first['R'] // 2} to {first['R']}"
-    adapter = "QLoRA (NF4)" if first.get("qlora") else "LoRA"
     return (
         f"**GRPO, {first['model']} shape, prompt {first['P']}, completions {lengths}, groups "
-        f"of {first['G']}**, {first['bs']} rows a micro-batch{accumulation}, beta {first['beta']:g}, {adapter} r=16, "
-        f"gradient checkpointing, bf16, {_where(first)}; scoring and update, median (fastest) seconds; "
-        f"call {first['call']}\n\n"
+        f"of {first['G']}**, {first['bs']} rows a micro-batch{accumulation}, beta {first['beta']:g}, "
+        f"{_adapter(first)} r=16, gradient checkpointing, bf16, {_where(first)}; "
+        f"scoring and update, median (fastest) seconds; call {first['call']}\n\n"
         "| | seconds a step | against TRL | peak memory | against TRL | commit |\n|---|---|---|---|---|---|\n"
         + "\n".join(_grpo_line(row, rows) for row in rows)
     )
@@ -132,10 +137,9 @@ def _grpo(rows: list[dict]) -> str:
 def _policies(rows: list[dict]) -> str:
     """Policies of one run, which takes them in turn; ratios are to the recomputed step of the same round."""
     first = rows[0]
-    adapter = "QLoRA (NF4)" if first["qlora"] else "LoRA"
     return (
         f"**Checkpoint policies, {first['model']} shape, {first['bs'] * first['len'] // 1024}k tokens a step**, "
-        f"{adapter} r=16, bf16, {_where(first)}; steps in turn, call {first['call']}\n\n"
+        f"{_adapter(first)} r=16, bf16, {_where(first)}; steps in turn, call {first['call']}\n\n"
         "| | seconds a step | against recompute | peak memory | host memory | commit |\n|---|---|---|---|---|---|\n"
         + "\n".join(
             f"| {row['policy']}: {row['plan']} | {row['median_s']:.3f} ({row['min_s']:.3f}) | "
@@ -195,15 +199,14 @@ def _switches(rows: list[dict]) -> list[str]:
     for row in rows:
         if _is_current(row):
             keys = ("model", "timing", "len", "bs", "gpus", "sharded", "qlora")
-            values = [("", 0) if key == "qlora" and _is_moe(row) else _sortable(row, key) for key in keys]
-            groups.setdefault((row["call"], *values), []).append(row)
+            groups.setdefault((row["call"], *_values(row, keys)), []).append(row)
     made = []
     for group in groups.values():
         if len(group) < 2 or any(row["mode"] != "ours" for row in group):
             continue
         first = group[0]
         made.append(
-            f"**Switches, {_step(first)}**, {'QLoRA (NF4)' if first['qlora'] else 'LoRA'} r=16, "
+            f"**Switches, {_step(first)}**, {_adapter(first)} r=16, "
             f"bf16, {_where(first)}; {TIMINGS[first['timing']]}; call {first['call']}\n\n"
             "| | tokens/s | against the first | peak memory | commit |\n|---|---|---|---|---|\n"
             + "\n".join(_line(row, first) for row in group)

@@ -4,7 +4,8 @@ import os
 from typing import Any
 
 
-PIECES = ("joined_products", "nf4_kernel")
+# parts that have no switch, with their names in tables
+PIECES = {"joined_products": "joined LoRA products", "nf4_kernel": "the NF4 kernel"}
 
 
 def be_quiet_and_offline() -> None:

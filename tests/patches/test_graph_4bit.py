@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tests.numerics import relative_error
-from tests.patches.test_lora_graph import four_bits, run
+from tests.patches.test_lora_graph import four_bits, run, stand_in_for_the_kernel
 from unsloth_trl.patches.lora import op_4bit
 from unsloth_trl.patches.lora.graph import fuse_lora
 from unsloth_trl.patches.lora.graph_4bit import replace_products
-from unsloth_trl.patches.quantization.reference import dequantize_nf4_reference
 
 
 def compiled(model, lean=True):
@@ -155,6 +154,30 @@ def test_the_dtype_that_autocast_gives_there(compute, around, within):
     assert relative_error(outs[1], outs[0]) < (1e-6 if compute == "float32" else 3e-3)
 
 
+def test_a_product_of_a_product():
+    """Without the casts of a layer between them: the second one's input is in autocast's dtype."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, _ = four_bits(True)
+    weights = [getattr(model.base_model.model, name).base_layer.weight for name in ("gate", "down")]
+
+    def function(x):
+        for weight in weights:
+            x = bitsandbytes.matmul_4bit(x, weight.data, weight.quant_state)
+        return x
+
+    other, found = compiled(function)
+    results = []
+    for callable in (function, other):
+        x = rows(dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = callable(x)
+        out.float().square().sum().backward()
+        results.append((out.detach(), x.grad))
+    assert found == [(0, 2)]
+    for one, expected in zip(*reversed(results), strict=True):
+        assert one.dtype == expected.dtype and relative_error(one, expected) < 1e-2
+
+
 def test_without_gradients():
     """There bitsandbytes calls its op itself."""
     model, truth = four_bits(True, bias=True, targets=("down",))
@@ -173,14 +196,7 @@ def test_our_way_back_from_4_bits(monkeypatch):
     model, _ = four_bits(True, targets=("down",))
     x = rows(op_4bit.FEW_ROWS + 1)
     stock = run(model, x, autocast=True)
-    calls = []
-
-    def dequantize(*arguments):
-        calls.append(arguments[-1].shape)
-        dequantize_nf4_reference(*arguments)
-
-    monkeypatch.setattr(op_4bit, "use_kernels", lambda tensor: True)
-    monkeypatch.setattr(op_4bit, "dequantize_nf4_triton", dequantize)
+    calls = stand_in_for_the_kernel(monkeypatch)
     other, _ = compiled(model)
     actual = run(other, x, autocast=True)
     wide, tall = torch.Size([128, 64]), torch.Size([64, 128])

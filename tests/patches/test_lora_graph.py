@@ -296,6 +296,19 @@ def four_bits(nested, bias=False, targets=("gate", "up", "down")):
     return model, truth
 
 
+def stand_in_for_the_kernel(monkeypatch):
+    """As on a GPU, with the reference in the kernel's place; the shapes of the weights that it is called for."""
+    calls = []
+
+    def dequantize(*arguments):
+        calls.append(arguments[-1].shape)
+        dequantize_nf4_reference(*arguments)
+
+    monkeypatch.setattr(op_4bit, "use_kernels", lambda tensor: True)
+    monkeypatch.setattr(op_4bit, "dequantize_nf4_triton", dequantize)
+    return calls
+
+
 class Wide(Gated):
     def __init__(self, bias):
         nn.Module.__init__(self)
@@ -342,14 +355,7 @@ def test_our_way_back_from_4_bits(nested, rows, bias, monkeypatch):
     model, _ = four_bits(nested, bias)
     x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     stock = run(model, x, autocast=True)
-    calls = []
-
-    def dequantize(*arguments):
-        calls.append(arguments[-1].shape)
-        dequantize_nf4_reference(*arguments)
-
-    monkeypatch.setattr(op_4bit, "use_kernels", lambda tensor: True)
-    monkeypatch.setattr(op_4bit, "dequantize_nf4_triton", dequantize)
+    calls = stand_in_for_the_kernel(monkeypatch)
     fused, found = compiled(model)
     actual = run(fused, x, autocast=True)
     assert found == [3]
